@@ -1,0 +1,81 @@
+"""Puts the tree's root on sys.path (`build_tools`, `csrc`); `paged_prefill` itself comes from the installed wheel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+DEVICE = "cuda"  # torch's name for ROCm devices too
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason=f"needs a CUDA or ROCm GPU; torch {torch.__version__} sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device():
+    return DEVICE
+
+
+@pytest.fixture(scope="session")
+def call():
+    """call(case) -> (out, lse): the out operator, with guard words around both results."""
+    import paged_prefill  # noqa: F401  (registers the operators)
+    from cases import Guarded
+
+    def run(case, out_offset=0, lse_offset=0):
+        out = Guarded(case.q.shape, case.q.dtype, case.q.device, out_offset)
+        lse = Guarded(case.q.shape[:2], torch.float32, case.q.device, lse_offset)
+        torch.ops.paged_prefill.sparse_attn_v4_paged_prefill_out(
+            *case.args(), case.replicated_logit_shift, out=out.data, lse=lse.data
+        )
+        out.assert_intact(f"{case.name}: out")
+        lse.assert_intact(f"{case.name}: lse")
+        return out.data, lse.data
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def expect():
+    """expect(case, tokens=None) -> (out, lse): the reference in fp64, unrounded."""
+    from paged_prefill import reference
+
+    def run(case, tokens=None):
+        return reference(
+            *case.args(),
+            True,
+            case.replicated_logit_shift,
+            compute_dtype=torch.float64,
+            out_dtype=torch.float64,
+            tokens=tokens,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def check(call, expect):
+    """check(case): one call with guard words, out and lse against the reference; returns (out, lse)."""
+    from oracle import assert_close, assert_lse_close
+
+    def run(case, what="", **offsets):
+        out, lse = call(case, **offsets)
+        expected_out, expected_lse = expect(case)
+        assert_close(out, expected_out, f"{case.name} {what}")
+        assert_lse_close(lse, expected_lse, f"{case.name} {what}")
+        return out, lse
+
+    return run

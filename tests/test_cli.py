@@ -1,0 +1,193 @@
+"""The command line, in this process and as a module of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from paged_prefill import __version__, _cli, _compare, _devices, _manifest, _report, _verify, _workload
+
+COMMANDS = ("info", "demo", "verify", "bench")
+GPU = torch.cuda.is_available()
+
+
+def run(capsys, *arguments):
+    status = _cli.main(arguments)
+    return status, capsys.readouterr().out
+
+
+def test_module_runs():
+    result = subprocess.run([sys.executable, "-m", "paged_prefill", "--version"], capture_output=True, text=True)
+    assert result.stdout.strip() == f"paged-prefill {__version__}"
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        _cli.main([*([command] if command else []), "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    if command is None:
+        assert all(name in text for name in COMMANDS)
+
+
+def test_a_wrong_command_line_is_status_2(capsys):
+    for arguments in ([], ["nonsense"], ["demo", "--layers", "dense"]):
+        with pytest.raises(SystemExit) as stop:
+            _cli.main(arguments)
+        assert stop.value.code == 2
+    capsys.readouterr()
+
+
+def test_info_names_version_torch_and_targets(capsys):
+    status, text = run(capsys, "info")
+    assert status == 0
+    for part in (__version__, torch.__version__, *_manifest.read_manifest().data["targets"]):
+        assert part in text
+    assert ("none that torch sees" in text) != GPU
+
+
+def test_info_all_lists_every_image(capsys):
+    _, text = run(capsys, "info", "--all")
+    flat = "".join(text.split())
+    for variant in _manifest.read_manifest().data["variants"]:
+        assert variant["file"].removeprefix("paged_prefill-") in flat
+
+
+def test_info_json(capsys):
+    status, text = run(capsys, "info", "--json", "--all")
+    document = json.loads(text)
+    assert status == 0
+    assert document["version"] == __version__
+    assert len(document["variants"]) == len(_manifest.read_manifest().data["variants"])
+    assert len(document["devices"]) == (torch.cuda.device_count() if GPU else 0)
+
+
+@pytest.mark.skipif(GPU, reason="what the demo does without a GPU; torch sees one here")
+def test_demo_without_a_gpu_runs_the_reference(capsys):
+    status, text = run(capsys, "demo", "--heads", "8", "16")
+    assert status == 0
+    assert "No CUDA or ROCm GPU here" in text
+    assert "8 of 8 within the tolerance" in text
+    for name, architecture, _ in _devices.known(_manifest.read_manifest().data):
+        assert architecture in text
+        assert name.split(",")[0] in text
+
+
+@pytest.mark.skipif(GPU, reason="what verify does without a GPU; torch sees one here")
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_without_a_gpu_these_fail(capsys, command):
+    assert _cli.main([command]) == 1
+    assert "needs a CUDA or ROCm GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(GPU, reason="without a GPU the demo is small enough to run here")
+def test_demo_json(capsys):
+    status, text = run(capsys, "demo", "--json", "--heads", "8", "--layers", "hca", "window")
+    document = json.loads(text)
+    assert status == 0
+    assert document["ok"]
+    assert [result["layer"] for result in document["results"]] == ["hca", "window"]
+
+
+def test_an_error_above_the_tolerance_is_status_1(capsys, monkeypatch):
+    wrong = _verify.Result("hca", 8, "bfloat16", 14, 70.0, float("inf"), 4e-3, 0.1, False, "worst token 3", "none")
+    monkeypatch.setattr(_verify, "run", lambda *a, **k: wrong)
+    monkeypatch.setattr(_verify, "run_reference", lambda *a, **k: wrong)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, text = run(capsys, "demo", "--heads", "8", "--layers", "hca")
+    assert status == 1
+    assert "FAIL" in text
+    assert "worst token 3" in text
+    status, text = run(capsys, "demo", "--heads", "8", "--layers", "hca", "--json")
+    assert status == 1
+    assert json.loads(text)["results"][0]["error"] == "inf"
+
+
+def test_a_damaged_wheel_is_one_clear_error(capsys, monkeypatch, tmp_path):
+    _manifest.read_manifest.cache_clear()
+    monkeypatch.setattr(_manifest.read_manifest.__wrapped__, "__defaults__", (tmp_path,))
+    try:
+        assert _cli.main(["info"]) == 1
+    finally:
+        _manifest.read_manifest.cache_clear()
+    assert "manifest" in capsys.readouterr().err
+
+
+def test_output_without_rich(capsys, monkeypatch):
+    monkeypatch.setattr(_report, "_HAS_RICH", False)
+    _report.table("numbers", ("name", "value"), [("a", 1), ("b", 22)])
+    assert "  a         1\n  b        22" in capsys.readouterr().out
+    assert list(_report.progress([1, 2, 3], "counting")) == [1, 2, 3]
+    status, text = run(capsys, "info")
+    assert status == 0
+    assert __version__ in text
+
+
+def test_known_devices_get_an_explicit_answer():
+    manifest = _manifest.read_manifest().data
+    for name, _, decision in _devices.known(manifest):
+        assert decision.target is not None or decision.reasons, name
+        if decision.target:
+            assert {variant["target"] for variant in decision.variants} == {decision.target}
+
+
+def test_variant_for_prefers_the_first_that_fits():
+    base = {"dtype": "bf16", "head_dim": 512, "min_heads": 1, "max_heads": None, "aligned": True}
+    narrow, wide = {**base, "id": "narrow", "max_heads": 16}, {**base, "id": "wide", "min_heads": 17}
+    masked = {**base, "id": "masked", "head_dim": 0, "aligned": False}
+    variants = [narrow, wide, masked]
+    pick = lambda *arguments: (_devices.variant_for(variants, *arguments) or {"id": None})["id"]  # noqa: E731
+    assert pick("bf16", 16, 512) == "narrow"
+    assert pick("bf16", 17, 512) == "wide"
+    assert pick("bf16", 17, 512, False) == "masked"
+    assert pick("bf16", 16, 72) == "masked"
+    assert pick("fp16", 16, 512) is None
+
+
+@pytest.mark.gpu
+def test_demo_on_the_gpu(capsys):
+    status, text = run(capsys, "demo", "--json", "--heads", "16", "128")
+    results = json.loads(text)["results"]
+    assert status == 0
+    assert len(results) == 2 * len(_workload.LAYERS)
+    for result in results:
+        assert result["ok"]
+        assert result["error"] <= _compare.OUT_LIMIT[torch.bfloat16]
+        assert result["timing"]["tflops"] > 0
+        assert result["variant"].startswith("paged_prefill-bf16-")
+
+
+@pytest.mark.gpu
+def test_bench_on_the_gpu(capsys):
+    status, text = run(capsys, "bench", "--json", "--heads", "16", "--layers", "hca")
+    document = json.loads(text)
+    ours, *others = document["results"]
+    assert status == 0
+    assert ours["implementation"] == "paged-prefill"
+    assert ours["error"] <= _compare.OUT_LIMIT[torch.bfloat16]
+    assert 0 < ours["gemm_share"] < 1
+    assert "torch gather + sdpa" in [other["implementation"] for other in others]
+    assert all(other["error"] < 1e-2 for other in others)
+    assert document["call_us"] > 0
+
+
+def test_torch_baseline_computes_the_same():
+    from paged_prefill import _bench, reference
+
+    for layer in _workload.LAYERS.values():
+        workload = _workload.build(layer, _workload.SMALL_REQUESTS, heads=8, bucket=70)
+        exact = reference(*workload.args(), compute_dtype=torch.float64, out_dtype=torch.float64)
+        assert _compare.compare_out(_bench.gather_and_sdpa(*workload.args()), exact).error < 1e-2
+
+
+@pytest.mark.gpu
+def test_verify_on_the_gpu(capsys):
+    status, text = run(capsys, "verify", "--heads", "8", "--layers", "csa-512")
+    assert status == 0
+    assert "2 of 2 within the tolerance" in text

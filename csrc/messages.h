@@ -54,6 +54,14 @@
           "argument {name} must be disjoint from every other tensor of the call (out may also be q itself, whole)")    \
   MESSAGE(requires_grad, "sparse_attn_v4_paged_prefill is forward only, but {name} requires grad",                     \
           "call it under torch.no_grad() or torch.inference_mode(), or pass {name}.detach()")                          \
+  MESSAGE(index_value, "{name} names no row of {table}: token {token}, entry {entry}, value {value}",                  \
+          "argument {name} takes rows of {table}, which has {rows}, and -1 for a hole; "                               \
+          "outside validation this value is a hole, and skipped")                                                      \
+  MESSAGE(indptr_value, "{name} has a bad bound: token {token}, entry {entry}, value {value}",                         \
+          "argument {name} never decreases and stays from 0 to {length}, the length of {list}; "                       \
+          "outside validation this bound is clamped")                                                                  \
+  MESSAGE(validate_capture, "paged_prefill cannot validate a call inside a stream capture: it waits for the device",   \
+          "call paged_prefill.validate() before the capture, and capture with PAGED_PREFILL_VALIDATE unset")           \
   MESSAGE(no_kernel, "sparse_attn_v4_paged_prefill has no implementation for this kind of tensor",                     \
           "pass plain dense tensors on one CUDA or HIP device")                                                        \
   MESSAGE(no_image, "this paged_prefill wheel has no kernel image for device {ordinal}: {device}, {architecture}",     \
@@ -79,6 +87,8 @@
           "rerun with CUDA_LAUNCH_BLOCKING=1 to place it")                                                             \
   MESSAGE(driver_image, "{call} failed for {subject}: {error} ({words})",                                              \
           "the driver, of version {driver}, does not take this image: update the driver{log}")                         \
+  MESSAGE(driver_lost, "{call} failed for {subject}: {error} ({words})",                                               \
+          "a reset of the device's context takes its images with it: the next call loads it anew")                     \
   MESSAGE(driver_capture, "{call} failed for {subject}: {error} ({words})",                                            \
           "the image cannot be loaded during this stream capture: call paged_prefill.preload() before it")
 

@@ -10,13 +10,13 @@ import torch  # noqa: F401  (its libraries must be loaded before the extension i
 
 from ._attention import sparse_attn_v4_paged_prefill
 from ._loader import build_info, preload
-from ._merge import merge
 from ._reference import reference
 from ._validate import validate
 from ._version import __version__
 
 if TYPE_CHECKING:
     from . import integrations
+    from ._merge import merge
 
 __all__ = [
     "__version__",
@@ -31,8 +31,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "integrations":  # of use in servers only
-        from importlib import import_module
+    # Few programs use these: the others' imports do not pay for them.
+    if name == "merge":
+        from ._merge import merge
 
-        return import_module(f"{__name__}.{name}")
+        return merge
+    if name == "integrations":
+        from importlib import import_module  # `from . import` would ask this function again
+
+        return import_module(".integrations", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

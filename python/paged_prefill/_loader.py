@@ -50,6 +50,7 @@ def describe(
         # The device runs, but not on the images made for it.
         if "update the driver" in reason:
             _log.warning("device %d (%s) runs on the %s images: %s %s", ordinal, name, decision.target, target, reason)
+    _log.info("device %d (%s, %s) is served by the %s images", ordinal, name, architecture, decision.target)
     return decision.variants
 
 

@@ -103,21 +103,27 @@ def preload(device: torch.device | str | int | None = None) -> None:
 
 
 def build_info() -> dict[str, Any]:
-    """What this wheel was built from: version, commit, compilers, and per target its images and requirements.
+    """What this wheel was built from: version, commit, compilers, manifest, and per target its images and requirements.
 
     Raises:
         RuntimeError: the image manifest is missing or damaged.
     """
-    manifest = _manifest.read_manifest().data
+    manifest = _manifest.read_manifest()
     try:
         build = json.loads((Path(__file__).parent / "_build.json").read_bytes())
     except OSError:
         build = {"commit": None, "dirty": None}
     images: dict[str, list[str]] = {}
-    for variant in manifest["variants"]:
+    for variant in manifest.data["variants"]:
         images.setdefault(variant["target"], []).append(variant["id"])
-    targets = {name: {**facts, "images": images.get(name, [])} for name, facts in manifest["targets"].items()}
-    return {"version": __version__, **build, "compilers": manifest["compilers"], "targets": targets}
+    targets = {name: {**facts, "images": images.get(name, [])} for name, facts in manifest.data["targets"].items()}
+    return {
+        "version": __version__,
+        **build,
+        "compilers": manifest.data["compilers"],
+        "manifest_sha256": manifest.sha256,
+        "targets": targets,
+    }
 
 
 _C.register_loader("hip" if torch.version.hip else "cuda", describe, read_image)

@@ -20,6 +20,7 @@ PACKAGE_IMAGES = Path(__file__).parent / "images"
 class Manifest:
     folder: Path
     data: dict[str, Any]
+    sha256: str  # of manifest.json, which holds the sha256 of every image
 
     def variant(self, variant_id: str) -> dict[str, Any]:
         """The entry with this id. Raises RuntimeError if there is none."""
@@ -51,10 +52,11 @@ def read_manifest(folder: Path = PACKAGE_IMAGES) -> Manifest:
     """The manifest of a folder of images, read once. Raises RuntimeError if it is missing or of another schema."""
     file = folder / "manifest.json"
     try:
-        data = json.loads(file.read_bytes())
+        text = file.read_bytes()
+        data = json.loads(text)
     except (OSError, ValueError) as error:
         fail("bad_manifest", file=file, problem=str(error))
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else None
         fail("bad_manifest", file=file, problem=f"its schema is {found}, not {SCHEMA}")
-    return Manifest(folder, data)
+    return Manifest(folder, data, hashlib.sha256(text).hexdigest())

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from paged_prefill import __version__, _cli, _compare, _devices, _manifest, _report, _verify, _workload
+from paged_prefill import (
+    _C,
+    __version__,
+    _bench,
+    _cli,
+    _compare,
+    _devices,
+    _explain,
+    _manifest,
+    _plot,
+    _report,
+    _verify,
+    _workload,
+)
 
-COMMANDS = ("info", "demo", "verify", "bench")
+COMMANDS = ("info", "demo", "verify", "bench", "explain")
 GPU = torch.cuda.is_available()
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(capsys, *arguments):
@@ -178,7 +195,7 @@ def test_bench_on_the_gpu(capsys):
 
 
 def test_torch_baseline_computes_the_same():
-    from paged_prefill import _bench, reference
+    from paged_prefill import reference
 
     for layer in _workload.LAYERS.values():
         workload = _workload.build(layer, _workload.SMALL_REQUESTS, heads=8, bucket=70)
@@ -191,3 +208,119 @@ def test_verify_on_the_gpu(capsys):
     status, text = run(capsys, "verify", "--heads", "8", "--layers", "csa-512")
     assert status == 0
     assert "2 of 2 within the tolerance" in text
+
+
+def filled(name):
+    """A message as it is printed, with a value in each place, and the values."""
+    text, hint = _C.guard_texts()[name]
+    words = {key: f"{key.upper()}-7" for key in re.findall(r"\{(\w+)\}", text + hint)}
+    return f"{text}\n{hint}".format(**words), {key: words[key] for key in re.findall(r"\{(\w+)\}", text)}
+
+
+def test_each_message_has_an_entry_and_each_entry_a_message():
+    assert _explain.ENTRIES.keys() == _C.guard_texts().keys()
+    for name, entry in _explain.ENTRIES.items():
+        for field in _explain.HEADINGS:
+            assert getattr(entry, field).endswith("."), f"{name}.{field} is no sentence"
+
+
+@pytest.mark.parametrize("name", list(_C.guard_texts()))
+def test_explain_finds_a_message_in_every_form(name):
+    text, hint = _C.guard_texts()[name]
+    printed, values = filled(name)
+    same_text = [other for other, parts in _C.guard_texts().items() if parts[0] == text]
+    assert _explain.find(name) == [name]
+    assert _explain.find(f"{text}\n{hint}") == [name]
+    assert _explain.find(printed) == [name]
+    assert _explain.find(f"Traceback (most recent call last):\n  File x\nRuntimeError: {printed}\n") == [name]
+    assert _explain.find(" ".join(printed.split())) == [name]
+    assert _explain.find(text) == same_text
+    assert _explain.find(printed.splitlines()[0]) == same_text
+    assert name in _explain.find(text[:-2]), "a piece of the text"
+    assert _explain.values(name, printed) == values
+
+
+def test_explain_by_a_few_words():
+    assert _explain.find("attn_sink length mismatch: expected H = 128, go") == ["sink_length"]
+    assert _explain.find("head_dim mismatch") == ["head_dim", "q_head_dim"]
+    assert "unified_kv_dtype" in _explain.find("fp8")
+    for other in ("CUDA out of memory", "hello world", "what is the"):
+        assert _explain.find(other) == [], other
+
+
+def test_explain_prints_the_page(capsys):
+    text = "RuntimeError: unified_kv dtype mismatch: kv=torch.float8_e4m3fn, q=torch.bfloat16"
+    status, page = run(capsys, "explain", text)
+    assert status == 0
+    for part in (*_explain.HEADINGS.values(), "unified_kv_dtype = torch.float8_e4m3fn", "FP8"):
+        assert part in page
+    status, page = run(capsys, "explain", "--json", *text.split())
+    assert status == 0
+    assert [entry["name"] for entry in json.loads(page)["entries"]] == ["unified_kv_dtype"]
+
+
+def test_explain_without_a_text_lists_all(capsys):
+    status, page = run(capsys, "explain")
+    assert status == 0
+    for text, _ in _C.guard_texts().values():
+        assert text in page
+
+
+def test_explain_of_something_else_is_status_1(capsys):
+    assert _cli.main(["explain", "hello world"]) == 1
+    assert "lists all" in capsys.readouterr().err
+    status, page = run(capsys, "explain", "hello world", "--json")
+    assert status == 1
+    assert json.loads(page)["entries"] == []
+
+
+def test_errors_page_is_current(capsys):
+    _, page = run(capsys, "explain", "--all")
+    assert (ROOT / "docs" / "errors.md").read_text() == page, (
+        "docs/errors.md is stale: paged-prefill explain --all > docs/errors.md"
+    )
+
+
+def points():
+    return [
+        _plot.Point(f"{layer}, H {heads}", name, 2.0 * heads, rate * heads, rate * heads * 0.9, rate * heads * 1.1)
+        for layer in ("window", "hca")
+        for heads in (8, 128)
+        for name, rate in (("paged-prefill", 4.0), ("other", 0.5))
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib, the extra `bench`")
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot_is_drawn(tmp_path, ending):
+    file = tmp_path / f"out.{ending}"
+    _plot.check(str(file))
+    _plot.draw(str(file), "title", "subtitle", points(), 700.0, [_plot.Roof("memory", 4200.0), _plot.Roof("g", 8e3)])
+    assert file.stat().st_size > 10_000
+    with pytest.raises(RuntimeError, match="there is no folder"):
+        _plot.check(str(tmp_path / "absent" / "out.png"))
+    with pytest.raises(RuntimeError, match="its ending must be one of"):
+        _plot.check(str(tmp_path / "out.docx"))
+
+
+def test_plot_without_matplotlib_is_one_clear_error(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _cli.main(["bench", "--plot", "out.png"]) == 1
+    assert "pip install 'paged-prefill[bench]'" in capsys.readouterr().err
+
+
+def test_uniform_load_is_full():
+    load = _workload.uniform(8, prefix=5, extend=3, rows=16, tokens=4, head_dim=64)
+    assert load.kv_indptr_prefix.tolist() == [0, 5, 10, 15, 20]
+    assert load.kv_indices_extend.tolist() == [0, 1, 2, 1, 2, 3, 2, 3, 4, 3, 4, 5]
+    assert load.keys == 32
+    assert int(load.kv_indices_prefix.max()) < 16
+
+
+def test_figures_in_the_documents_are_those_measured():
+    render = pytest.importorskip("benchmarks.render")
+    document = json.loads((ROOT / "docs" / "h200.json").read_text())
+    for page in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+        text = page.read_text()
+        assert render.page(text, document) == text, f"{page.name} is stale: docs/performance.md says how to write it"

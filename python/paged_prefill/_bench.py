@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from . import _compare, _verify, _workload
+from . import _compare, _plot, _verify, _workload
 from ._attention import sparse_attn_v4_paged_prefill
 from ._reference import reference
 
@@ -23,7 +26,12 @@ PUBLIC = (
     "sglang.kernels.ops.attention.dsv4.unified_kv_kernels.paged_prefill",
 )
 OURS = "paged-prefill"
-GEMM = 8192
+GEMM = "bf16 GEMM"
+GEMM_SIZE = 8192
+GEMM_FLOPS = 2 * GEMM_SIZE**3
+ROUNDS = 7
+ROUND_MILLISECONDS = 25.0  # of one implementation's turn in a round
+Calls = Mapping[str, Callable[[], object]]
 BASELINE_CHUNK = 64  # tokens whose gathered rows the torch baseline holds at once
 
 
@@ -35,7 +43,8 @@ class Row:
     heads: int
     implementation: str
     timing: _verify.Timing
-    gemm_share: float  # of the bf16 GEMM's rate in this run
+    gemm_tflops: float  # of the bf16 GEMM in the same rounds
+    gemm_share: float
     error: float  # relative Frobenius error over a sample of tokens
     variant: str
 
@@ -49,59 +58,115 @@ class Overheads:
     first_call_ms: float
 
 
-def gemm_tflops(device: torch.device) -> float:
-    """bf16 TFLOP/s of an 8192^3 matrix product: what this card gives in this run."""
-    a = torch.randn(GEMM, GEMM, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(a)
-    return 2 * GEMM**3 / statistics.median(_verify.time_calls(lambda: torch.mm(a, a, out=out))) / 1e9
+def gemm(device: torch.device) -> Callable[[], torch.Tensor]:
+    """A bf16 matrix product of 8192^3: what this card gives, as the yardstick in each round."""
+    a = torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device)
+    return functools.partial(torch.mm, a, a, out=torch.empty_like(a))
+
+
+def copy_gbs(device: torch.device) -> float:
+    """GB/s of device memory, read and write counted, from a copy that no cache holds."""
+    source = torch.empty(2**30, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / statistics.median(_verify.time_calls(lambda: target.copy_(source), 10)) / 1e6
+
+
+def interleaved(
+    calls: Calls,
+    rounds: int = ROUNDS,
+    watch: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
+) -> dict[str, list[float]]:
+    """Milliseconds of each call, one median a round.
+
+    The calls take turns within a round, in alternating order, so that a card that gets warm does so for all of them.
+    `watch(name)` is a context around each turn.
+    """
+    turns = {}
+    for name, call in calls.items():
+        estimate = statistics.median(_verify.time_calls(call, 3, warmup=2))
+        turns[name] = max(4, min(40, round(ROUND_MILLISECONDS / (estimate + 0.07))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds):
+        for name in list(calls)[:: -1 if i % 2 else 1]:
+            calls[name]()  # loads what it has to, outside of the turn
+            with watch(name):
+                times[name].append(statistics.median(_verify.time_calls(calls[name], turns[name], warmup=1)))
+    return times
 
 
 def run(
-    layers: Sequence[str], heads: Sequence[int], device: torch.device, gemm: float, baselines: bool = True
+    layers: Sequence[str], heads: Sequence[int], device: torch.device, baselines: bool = True
 ) -> Iterator[list[Row]]:
-    """Yields the rows of each workload; the implementations take turns on the same inputs."""
+    """Yields the rows of each workload; the implementations, and the GEMM, take turns on the same inputs."""
+    product = gemm(device)
     for name in layers:
         for count in heads:
             workload = _workload.build(_workload.LAYERS[name], heads=count, device=device)
-            yield _measure(name, workload, gemm, baselines)
+            yield _measure(name, workload, product, baselines)
             del workload
             torch.cuda.empty_cache()
 
 
-def _measure(layer: str, workload: _workload.Workload, gemm: float, baselines: bool) -> list[Row]:
-    tokens, args = _verify.sample(workload), workload.args()
-    exact = reference(*args, compute_dtype=torch.float64, out_dtype=torch.float64, tokens=tokens)
-    assert isinstance(exact, torch.Tensor)
+def _measure(
+    layer: str, workload: _workload.Workload, product: Callable[[], torch.Tensor], baselines: bool
+) -> list[Row]:
+    calls = _implementations(workload.args(), baselines)
+    errors = {name: error(workload, call) for name, call in calls.items()}
+    variant = last_variant(workload)
+    times = interleaved({GEMM: product, **calls})
+    rate = GEMM_FLOPS / statistics.median(times.pop(GEMM)) / 1e9
     rows = []
-    for implementation, repeats, call in _implementations(args, baselines):
-        error = _compare.compare_out(call()[tokens], exact).error
-        variant = _last_variant(workload) if implementation == OURS else ""
-        timing = _verify.Timing.of(workload, _verify.time_calls(call, repeats))
-        heads = workload.q.size(1)
-        rows.append(Row(layer, heads, implementation, timing, timing.tflops / gemm, error, variant))
+    for name in calls:
+        timing, image = _verify.Timing.of(workload, times[name]), variant if name == OURS else ""
+        rows.append(Row(layer, workload.q.size(1), name, timing, rate, timing.tflops / rate, errors[name], image))
     return rows
 
 
-def _implementations(
-    args: _workload.Arguments, baselines: bool
-) -> Iterator[tuple[str, int, Callable[[], torch.Tensor]]]:
+def error(workload: _workload.Workload, call: Callable[[], torch.Tensor]) -> float:
+    """Relative Frobenius error of a call's result against fp64, over a sample of tokens."""
+    tokens = _verify.sample(workload)
+    exact = reference(*workload.args(), compute_dtype=torch.float64, out_dtype=torch.float64, tokens=tokens)
+    assert isinstance(exact, torch.Tensor)
+    return _compare.compare_out(call()[tokens], exact).error
+
+
+def ours(args: _workload.Arguments) -> Callable[[], torch.Tensor]:
+    """This package's operator on the given inputs, writing to one result."""
     out = torch.empty_like(args[0])
 
-    def ours() -> torch.Tensor:
+    def call() -> torch.Tensor:
         sparse_attn_v4_paged_prefill(*args, out=out)
         return out
 
-    yield OURS, 30, ours
-    if not baselines:
-        return
+    return call
+
+
+def public(args: _workload.Arguments) -> Callable[[], torch.Tensor] | None:
+    """sglang's Triton version on the given inputs, where it is installed."""
     for module in PUBLIC:
         try:
-            public = importlib.import_module(module).sparse_attn_v4_paged_prefill
+            function: Any = importlib.import_module(module).sparse_attn_v4_paged_prefill
         except (ImportError, AttributeError):
             continue
-        yield "sglang's Triton", 10, functools.partial(public, *args)
-        break
-    yield "torch gather + sdpa", 3, functools.partial(gather_and_sdpa, *args)
+        return functools.partial(function, *args)
+    return None
+
+
+def point(row: Row) -> _plot.Point:
+    """A row as the plot takes it. A gathered row of 16-bit numbers gives two operations a byte and head."""
+    timing = row.timing
+    low, high = (timing.tflops * timing.milliseconds / t for t in (timing.slowest, timing.fastest))
+    label = f"{row.layer}, H {row.heads}"
+    return _plot.Point(label, row.implementation, 2.0 * row.heads, timing.tflops, low, high)
+
+
+def _implementations(args: _workload.Arguments, baselines: bool) -> dict[str, Callable[[], torch.Tensor]]:
+    calls = {OURS: ours(args)}
+    if baselines:
+        if theirs := public(args):
+            calls["sglang's Triton"] = theirs
+        calls["torch gather + sdpa"] = functools.partial(gather_and_sdpa, *args)
+    return calls
 
 
 def gather_and_sdpa(
@@ -150,45 +215,57 @@ def gather_and_sdpa(
 
 def overheads(device: torch.device) -> Overheads:
     """CPU time of a small call, which the GPU finishes sooner than the CPU issues it."""
-    workload = _workload.build(_workload.HCA, _workload.SMALL_REQUESTS, heads=8, device=device)
-    args = workload.args()
-    out, x = torch.empty_like(workload.q), torch.ones(64, device=device)
-    return Overheads(
-        _cpu_us(lambda: sparse_attn_v4_paged_prefill(*args, out=out)),
-        _cpu_us(lambda: torch.add(x, x)),
-        first_call_ms(device),
-    )
+    x = torch.ones(64, device=device)
+    times = cpu_us({OURS: ours(small_workload(device).args()), "torch.add": lambda: torch.add(x, x)})
+    return Overheads(times[OURS], times["torch.add"], first_call_ms(device))
 
 
-def _cpu_us(call: Callable[[], object], calls: int = 200, rounds: int = 9) -> float:
-    for _ in range(20):
-        call()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
+def small_workload(device: torch.device) -> _workload.Workload:
+    """What CPU time is measured on."""
+    return _workload.build(_workload.HCA, _workload.SMALL_REQUESTS, heads=8, device=device)
+
+
+def cpu_us(calls: Calls, repeats: int = 200, rounds: int = 9) -> dict[str, float]:
+    """Microseconds of CPU time that issuing each call takes: the median over rounds in which they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            if i:  # the first round warms up
+                times[name].append((time.perf_counter() - start) / repeats * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(times)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def first_call_ms(device: torch.device) -> float:
-    """Milliseconds of the first call of a new process, its image's load included, torch being warm already."""
+def first_call_ms(
+    device: torch.device,
+    setup: str = "from paged_prefill import sparse_attn_v4_paged_prefill as call",
+    environment: Mapping[str, str] | None = None,
+) -> float:
+    """Milliseconds of the first call of a new process, its image's load included, torch being warm already.
+
+    `setup` are the statements that define `call`, which takes the operator's nine arguments.
+    """
     code = (
-        "import time, torch, paged_prefill\n"
-        "from paged_prefill import _workload\n"
-        f"w = _workload.build(_workload.HCA, _workload.SMALL_REQUESTS, heads=8, device={str(device)!r})\n"
+        f"import time, torch\n{setup}\n"
+        "from paged_prefill import _bench\n"
+        f"args = _bench.small_workload(torch.device({str(device)!r})).args()\n"
         "torch.cuda.synchronize(); start = time.perf_counter()\n"
-        "paged_prefill.sparse_attn_v4_paged_prefill(*w.args()); torch.cuda.synchronize()\n"
+        "call(*args); torch.cuda.synchronize()\n"
         "print((time.perf_counter() - start) * 1000)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(result.stdout)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})})
+    if result.returncode:
+        raise RuntimeError(f"the process of a first call ended with {result.returncode}: {result.stderr.strip()}")
+    return float(result.stdout.split()[-1])
 
 
-def _last_variant(workload: _workload.Workload) -> str:
+def last_variant(workload: _workload.Workload) -> str:
+    """Id of the kernel image that the workload's device ran last."""
     from . import _C
 
     return _C.last_launch(workload.q.device.index) or ""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from . import _info, _manifest, _report, _verify, _workload
+from . import _explain, _info, _manifest, _report, _verify, _workload
 from ._version import __version__
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +82,18 @@ def _parser() -> argparse.ArgumentParser:
             "public Triton version, and a torch gather with scaled_dot_product_attention.",
         )
     )
+    bench_parser.add_argument("--plot", metavar="FILE", help="draw the roofline and the bars (needs matplotlib)")
     bench_parser.add_argument("--no-baselines", action="store_true", help="time this package's operator only")
+    explain_parser = command(
+        "explain",
+        _explain.explain,
+        "what does this error mean, and what do I do?",
+        "Prints what an error of this package means, how it comes about, how to mend it and how to prevent it. TEXT is "
+        "the error's text, whole or in part, as it was printed or with {placeholders}; `-` reads it from the standard "
+        "input, a log for example. Without TEXT it lists all errors. Exit status 1 when no error has these words.",
+    )
+    explain_parser.add_argument("text", nargs="*", metavar="TEXT", help="an error's text, a piece of it, or its name")
+    explain_parser.add_argument("--all", action="store_true", help="print all entries, as docs/errors.md has them")
     return parser
 
 
@@ -158,20 +170,28 @@ def bench(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print(f"error: bench needs a CUDA or ROCm GPU; torch {torch.__version__} sees none", file=sys.stderr)
         return 1
-    from . import _bench
+    from . import _bench, _plot
 
+    if options.plot:
+        _plot.check(options.plot)
     device = _device(options)
-    gemm = _bench.gemm_tflops(device)
     steps = [(layer, heads) for layer in options.layers for heads in options.heads]
-    measured = _bench.run(options.layers, options.heads, device, gemm, not options.no_baselines)
+    measured = _bench.run(options.layers, options.heads, device, not options.no_baselines)
     rows = [row for _ in _report.progress(steps, "timing") for row in next(measured)]
-    costs = _bench.overheads(device)
+    costs, memory = _bench.overheads(device), _bench.copy_gbs(device)
     name = torch.cuda.get_device_name(device)
+    gemm = statistics.median(row.gemm_tflops for row in rows)
+    if options.plot:
+        points = [_bench.point(row) for row in rows]
+        title = f"DeepSeek-V4 sparse paged prefill on {name}"
+        subtitle = f"4096 tokens, bf16, D = 512. paged-prefill {__version__}, torch {torch.__version__}."
+        _plot.draw(options.plot, title, subtitle, points, gemm, [_plot.Roof("device memory (a copy)", memory)])
     if options.json:
         document = {
             "device": name,
             "torch": torch.__version__,
             "gemm_tflops": gemm,
+            "copy_gbs": memory,
             **dataclasses.asdict(costs),
             "results": [_plain(row) for row in rows],
         }
@@ -205,9 +225,11 @@ def bench(options: argparse.Namespace) -> int:
         for row in rows
     ]
     _report.table(f"4096 tokens of DeepSeek-V4 on {name}, bf16, D = 512", columns, cells)
-    print(f"bf16 GEMM of {_bench.GEMM}^3: {gemm:.0f} TFLOP/s")
+    print(f"bf16 GEMM of {_bench.GEMM_SIZE}^3: {gemm:.0f} TFLOP/s, copy in device memory: {memory:.0f} GB/s")
     print(f"CPU time of a call: {costs.call_us:.1f} us, of torch.add: {costs.torch_add_us:.1f} us")
     print(f"first call of a new process, image load included: {costs.first_call_ms:.1f} ms")
+    if options.plot:
+        print(f"drawn: {options.plot}")
     return 0
 
 

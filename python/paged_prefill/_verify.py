@@ -14,6 +14,7 @@ from ._reference import reference
 
 HEADS = (128, 64, 32, 16, 8)
 SAMPLE = 64  # tokens of a workload that the reference computes
+FLUSH_BYTES = 2**28  # more than any GPU's L2 cache
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Timing:
 
     milliseconds: float
     spread: float  # (slowest - fastest) / median, of the middle half of the calls
+    fastest: float  # milliseconds
+    slowest: float
     tflops: float
     gather_gbs: float
 
@@ -30,7 +33,8 @@ class Timing:
         middle = statistics.median(times)
         half = sorted(times)[len(times) // 4 : len(times) - len(times) // 4]
         spread = (half[-1] - half[0]) / middle
-        return cls(middle, spread, workload.flops / middle / 1e9, workload.gather_bytes / middle / 1e6)
+        rates = workload.flops / middle / 1e9, workload.gather_bytes / middle / 1e6
+        return cls(middle, spread, min(times), max(times), *rates)
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,19 @@ def run_reference(layer: _workload.Layer, heads: int, dtype: torch.dtype = torch
     return _result(layer, workload, out, lse, "reference")
 
 
-def time_calls(call: Callable[[], object], repeats: int = 30) -> list[float]:
-    """Milliseconds of each of `repeats` calls on the current stream, after a few that warm the card up."""
-    for _ in range(5):
+def time_calls(call: Callable[[], object], repeats: int = 30, warmup: int = 5) -> list[float]:
+    """Milliseconds of each of `repeats` calls on the current stream, after `warmup` calls that warm the card up.
+
+    Each call finds the L2 cache cold, as after a model's other layers; writing over the cache also keeps the GPU busy
+    while the CPU issues the call, so that a short kernel's time has no waiting in it.
+    """
+    for _ in range(warmup):
         call()
+    cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     event = functools.partial(torch.cuda.Event, enable_timing=True)
     events = [(event(), event()) for _ in range(repeats)]
     for start, end in events:
+        cache.zero_()
         start.record()
         call()
         end.record()

@@ -61,7 +61,7 @@ class Workload:
     unified_kv: torch.Tensor  # [pages, D]
     kv_indices_prefix: torch.Tensor  # [nnz_prefix] int32, -1 = hole
     kv_indptr_prefix: torch.Tensor  # [T + 1] int32
-    kv: torch.Tensor  # [T, D]
+    kv: torch.Tensor  # [rows, D]; of a batch, its T tokens
     kv_indices_extend: torch.Tensor  # [nnz_extend] int32
     kv_indptr_extend: torch.Tensor  # [T + 1] int32
     attn_sink: torch.Tensor  # [H] float32
@@ -158,6 +158,48 @@ def build(
         attn_sink=normal(heads, dtype=torch.float32),
         softmax_scale=head_dim**-0.5,
         keys=int((kv_indices_prefix >= 0).sum()) + kv_indices_extend.numel(),
+    )
+
+
+def uniform(
+    heads: int,
+    prefix: int,
+    extend: int,
+    rows: int,
+    tokens: int = 4096,
+    *,
+    head_dim: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Workload:
+    """The plainest load of a given size, for comparisons: full lists, without holes or repeats of a batch's structure.
+
+    Every token has `prefix` random rows of a pool of `rows`, and a sliding window of `extend` rows of kv.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+    def indptr(count: int) -> torch.Tensor:
+        return torch.arange(tokens + 1, device=device, dtype=torch.int32) * count
+
+    window = torch.arange(tokens, device=device)[:, None] + torch.arange(extend, device=device)
+    return Workload(
+        name=f"h{heads}-{prefix}+{extend}",
+        q=normal(tokens, heads, head_dim),
+        unified_kv=normal(rows, head_dim),
+        kv_indices_prefix=torch.randint(
+            rows, (tokens * prefix,), generator=generator, dtype=torch.int32, device=device
+        ),
+        kv_indptr_prefix=indptr(prefix),
+        kv=normal(tokens + extend, head_dim),
+        kv_indices_extend=window.flatten().to(torch.int32),
+        kv_indptr_extend=indptr(extend),
+        attn_sink=normal(heads, dtype=torch.float32),
+        softmax_scale=head_dim**-0.5,
+        keys=tokens * (prefix + extend),
     )
 
 

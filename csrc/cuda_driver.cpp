@@ -2,6 +2,8 @@
 // build.
 #include <dlfcn.h>
 
+#include <atomic>
+
 #include "driver.h"
 #include "messages.h"
 
@@ -70,17 +72,24 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
+// Invalid context, invalid handle, context destroyed: what a reset of the primary context leaves behind.
+bool is_lost(Result result) { return result == 201 || result == 400 || result == 709; }
+
+thread_local Result last_failure = 0;  // of `check`
+
 void check(const Cuda& cuda, Result result, const char* call, const std::string& subject, const char* log = "") {
   if (result == 0) return;
+  last_failure = result;
   const char* error = nullptr;
   const char* words = nullptr;
   cuda.cuGetErrorName(result, &error);
   cuda.cuGetErrorString(result, &words);
   bool image = result == 200 || result == 209 || (result >= 218 && result <= 223);  // invalid, foreign or too new
   bool capture = result >= 900 && result <= 908;
-  fail(image     ? Message::driver_image
-       : capture ? Message::driver_capture
-                 : Message::driver_call,
+  fail(image             ? Message::driver_image
+       : capture         ? Message::driver_capture
+       : is_lost(result) ? Message::driver_lost
+                         : Message::driver_call,
        {{"call", call},
         {"subject", subject},
         {"error", error ? error : "error " + std::to_string(result)},
@@ -179,6 +188,37 @@ class CudaDevice final : public DriverDevice {
   }
 
   void* load(const Image& image, const std::string& bytes) override {
+    return watched([&] { return load_in_context(image, bytes); });
+  }
+
+  void launch(void* function, const Image& image, unsigned blocks, void* stream, void** arguments) override {
+    watched([&] {
+      CurrentContext current(cuda_, context_, image.id);
+      check(cuda_,
+            cuda_.cuLaunchKernel(function, blocks, 1, 1, image.threads, 1, 1, image.shared, stream, arguments, nullptr),
+            "cuLaunchKernel", image.id);
+      current.restore(image.id);
+    });
+  }
+
+  bool lost() const override { return lost_; }
+
+  int64_t max_blocks(unsigned) const override { return INT32_MAX; }
+
+ private:
+  // Notes whether what fails in `body` fails for want of its context.
+  template <typename Body>
+  auto watched(Body body) -> decltype(body()) {
+    last_failure = 0;
+    try {
+      return body();
+    } catch (...) {
+      if (is_lost(last_failure)) lost_ = true;
+      throw;
+    }
+  }
+
+  void* load_in_context(const Image& image, const std::string& bytes) {
     CurrentContext current(cuda_, context_, image.id);
     RelaxedCapture relaxed(cuda_, image.id);
     char log[4096] = {};
@@ -207,17 +247,6 @@ class CudaDevice final : public DriverDevice {
     }
   }
 
-  void launch(void* function, const Image& image, unsigned blocks, void* stream, void** arguments) override {
-    CurrentContext current(cuda_, context_, image.id);
-    check(cuda_,
-          cuda_.cuLaunchKernel(function, blocks, 1, 1, image.threads, 1, 1, image.shared, stream, arguments, nullptr),
-          "cuLaunchKernel", image.id);
-    current.restore(image.id);
-  }
-
-  int64_t max_blocks(unsigned) const override { return INT32_MAX; }
-
- private:
   int attribute(int which, const std::string& subject) {
     int value = 0;
     check(cuda_, cuda_.cuDeviceGetAttribute(&value, which, device_), "cuDeviceGetAttribute", subject);
@@ -227,6 +256,7 @@ class CudaDevice final : public DriverDevice {
   const Cuda& cuda_;
   Device device_ = 0;
   Context context_ = nullptr;
+  std::atomic<bool> lost_{false};
 };
 
 }  // namespace

@@ -34,6 +34,8 @@ class DriverDevice {
   virtual void* load(const Image& image, const std::string& bytes) = 0;
   virtual void launch(void* function, const Image& image, unsigned blocks, void* stream, void** arguments) = 0;
   virtual int64_t max_blocks(unsigned threads) const = 0;
+  // Whether a call has failed because the context is gone, and all that was loaded with it: open the device anew.
+  virtual bool lost() const { return false; }
 
   DeviceFacts facts;
 };

@@ -95,6 +95,14 @@ Device& find_device(int ordinal) {
   return *known;
 }
 
+// After a call has failed, under the lock: a device whose context is gone is opened, and its images are loaded, by the
+// next call. What the old one held is left to its context.
+void forget_if_lost(int ordinal, const Device& device) {
+  if (!device.driver->lost() || opened[ordinal] != device.driver) return;
+  opened[ordinal] = nullptr;
+  devices[ordinal].store(nullptr);
+}
+
 // One thread reads and loads an image while the others wait for it; after a failure each of them tries for itself.
 void* load(int ordinal, Device& device, Variant& variant) {
   python::GilReleased released;
@@ -111,6 +119,7 @@ void* load(int ordinal, Device& device, Variant& variant) {
     if (!lock.owns_lock()) lock.lock();
     variant.loading = false;
     load_ended.notify_all();
+    forget_if_lost(ordinal, device);
     throw;
   }
   variant.loading = false;
@@ -178,17 +187,18 @@ void launch(int ordinal, Call& call, void* stream) {
   values[count++] = &scratch;
   values[count++] = &scratch;
 
-  int64_t step = device.driver->max_blocks(variant.image.threads);
-  if (variant.persistent) {
-    call.arguments.first_tile = 0;
-    int64_t blocks = std::min<int64_t>(tiles, device.driver->facts.processors);
-    device.driver->launch(function, variant.image, static_cast<unsigned>(blocks), stream, values);
-  } else {
+  int64_t step = variant.persistent ? tiles : device.driver->max_blocks(variant.image.threads);
+  try {
     for (int64_t first = 0; first < tiles; first += step) {
       call.arguments.first_tile = static_cast<int32_t>(first);
-      int64_t blocks = std::min(tiles - first, step);
+      int64_t blocks = std::min(tiles - first, variant.persistent ? int64_t{device.driver->facts.processors} : step);
       device.driver->launch(function, variant.image, static_cast<unsigned>(blocks), stream, values);
     }
+  } catch (...) {
+    python::GilReleased released;
+    std::lock_guard<std::mutex> lock(load_lock);
+    forget_if_lost(ordinal, device);
+    throw;
   }
   device.last.store(&variant, std::memory_order_relaxed);
 }

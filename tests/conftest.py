@@ -15,6 +15,26 @@ if str(ROOT) not in sys.path:
 DEVICE = "cuda"  # torch's name for ROCm devices too
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("paged_prefill")
+    group.addoption("--images-of", metavar="TARGET", help="run every GPU on this target's images, whatever it is")
+    group.addoption("--images-in", metavar="FOLDER", type=Path, help="take --images-of from here, not from the package")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _images(request):
+    target, folder = (request.config.getoption(name) for name in ("--images-of", "--images-in"))
+    if not target:
+        return
+    from paged_prefill import _C, _loader
+
+    for ordinal in range(torch.cuda.device_count()):
+        _loader.override(ordinal, folder, target)
+        _C.preload(ordinal)
+        loaded = _C.loaded(ordinal)
+        assert loaded and all(name.endswith(f"-{target}") for name in loaded), loaded
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
@@ -22,6 +42,21 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory):
+    import fake_drivers
+
+    server = fake_drivers.Server(fake_drivers.build(tmp_path_factory.mktemp("stubs")))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def scenario(fake_server, tmp_path):
+    """scenario(code) -> output: runs the code on fake drivers, in a process where nothing has been used yet."""
+    return lambda code: fake_server.run(code, tmp_path / "images")
 
 
 @pytest.fixture(scope="session")

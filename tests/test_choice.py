@@ -29,7 +29,7 @@ def without(*targets: str):
         ("103", "ptx"), ("110", "ptx"), ("120", "sm120a"), ("121", "ptx"), ("130", "ptx"),
     ],
 )
-def test_every_cuda_capability_has_an_answer(capability, target):
+def test_W01_every_cuda_capability_has_an_answer(capability, target):
     decision = choose(ALL, cuda(f"sm_{capability}"))
     assert decision.target == target
     assert all(entry["target"] == target for entry in decision.variants)
@@ -46,14 +46,14 @@ def test_every_cuda_capability_has_an_answer(capability, target):
         ("gfx1151", None), ("gfx906", None), ("gfx9", None), ("gfx942a", None),
     ],
 )
-def test_every_amd_architecture_has_an_answer(architecture, target):
+def test_W02_every_amd_architecture_has_an_answer(architecture, target):
     decision = choose(ALL, hip(architecture))
     assert decision.target == target
     assert {what for what, _ in decision.reasons} == set(TARGETS) - {target}
 
 
 @pytest.mark.parametrize("capability", ["75", "80", "86", "89", "100", "103", "120", "121", "130"])
-def test_an_arch_specific_image_is_never_offered_to_a_neighbour(capability):
+def test_W01_an_arch_specific_image_is_never_offered_to_a_neighbour(capability):
     only = manifest(variant("sm90a"))
     decision = choose(only, cuda(f"sm_{capability}"))
     assert not decision.variants
@@ -70,7 +70,7 @@ def test_a_later_minor_version_takes_the_images_of_an_earlier_one_within_its_mem
     assert decision.reasons == ((large["id"], "needs 102656 bytes of shared memory, the device has 101376"),)
 
 
-def test_an_sm80_image_over_the_limit_is_not_offered_to_a_small_part():
+def test_W04_an_sm80_image_over_the_limit_is_not_offered_to_a_small_part():
     sm80 = variant("sm80", shared=163_840)
     data = manifest(sm80)
     data["targets"]["sm80"] = {**data["targets"]["sm80"], "matches": "minor"}
@@ -80,7 +80,7 @@ def test_an_sm80_image_over_the_limit_is_not_offered_to_a_small_part():
         assert decision.reasons == ((sm80["id"], "needs 163840 bytes of shared memory, the device has 101376"),)
 
 
-def test_an_older_driver_is_told_both_versions():
+def test_W10_an_older_driver_is_told_both_versions():
     decision = choose(without("ptx"), cuda("sm_90", driver=12080))
     assert not decision.variants
     assert dict(decision.reasons)["sm90a"] == (
@@ -99,7 +99,7 @@ def test_order_within_a_target_is_the_manifests():
         assert [entry["id"] for entry in decision.variants] == [entry["id"] for entry in order]
 
 
-def test_environment_and_names_are_no_part_of_a_choice(monkeypatch):
+def test_W03_W11_environment_and_names_are_no_part_of_a_choice(monkeypatch):
     expected = choose(ALL, cuda("sm_90"))
     for name, value in {
         "PAGED_PREFILL_TARGETS": "gfx942", "TORCH_CUDA_ARCH_LIST": "8.0", "CUDAARCHS": "80",
@@ -111,7 +111,7 @@ def test_environment_and_names_are_no_part_of_a_choice(monkeypatch):
     assert choose(ALL, cuda("sm_90")) == expected
 
 
-def test_the_refusal_names_device_architectures_and_the_way_out(tmp_path):
+def test_W01_the_refusal_names_device_architectures_and_the_way_out(tmp_path):
     from fake_drivers.images import write
     from paged_prefill import _loader
 

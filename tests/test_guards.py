@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import fake_drivers
-
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 I32, I64 = torch.int32, torch.int64
 
@@ -139,11 +137,6 @@ def place(arguments: dict[str, object], make: object) -> dict[str, object]:
     return {name: make(value) if isinstance(value, Spec) else value for name, value in arguments.items()}
 
 
-@pytest.fixture(scope="session")
-def stubs(tmp_path_factory):
-    return fake_drivers.build(tmp_path_factory.mktemp("stubs"))
-
-
 SCENARIO = """
 import test_guards
 from test_guards import GOOD, ROWS, Spec, place
@@ -164,16 +157,15 @@ def make(spec):
     return cuda(torch.zeros(spec.shape, dtype=widths[item]), index).view(spec.dtype)
 
 from fake_drivers.images import variant
-from fake_drivers.process import _CODES as process_codes
+from fake_drivers.dlpack import CODES as process_codes
 use_images(variant("sm90a"))
 out_operator(**place(GOOD, make))
 assert len(launches()) == 1
 """
 
 
-def test_every_guard_word_for_word(stubs, tmp_path):
-    fake_drivers.run_scenario(
-        stubs,
+def test_every_guard_word_for_word(scenario):
+    scenario(
         SCENARIO
         + """
 wrong = []
@@ -193,8 +185,7 @@ assert not wrong, "\\n".join(map(str, wrong))
 assert not launches(), "a refused call launched"
 out_operator(**place(GOOD, make))
 assert len(launches()) == 1
-""",
-        tmp_path / "images",
+"""
     )
 
 
@@ -210,20 +201,19 @@ assert len(launches()) == 1
         ("lse=inside(a['attn_sink'], 0, 'lse')", "lse overlaps attn_sink"),
         ("lse=inside(a['out'], 0, 'lse')", "lse overlaps out"),
         ("lse=inside(a['q'], 0, 'lse')", "lse overlaps q"),
-        ("q=_wrap(a['out'].data_ptr(), (3, 4, 64), (0, 64, 1), BF16, 2, 0)", "out overlaps q"),
+        ("q=wrap(a['out'].data_ptr(), (3, 4, 64), (0, 64, 1), BF16, 2, 0)", "out overlaps q"),
     ],
 )
-def test_overlap(stubs, tmp_path, code, expected):
-    fake_drivers.run_scenario(
-        stubs,
+def test_overlap(scenario, code, expected):
+    scenario(
         SCENARIO
         + f"""
-from fake_drivers.process import _wrap
+from fake_drivers.dlpack import wrap
 from test_guards import BF16
 a = place(GOOD, make)
 def inside(tensor, offset, like="out"):
     like = a[like]
-    return _wrap(tensor.data_ptr() + offset, like.shape, like.stride(), like.dtype, 2, 0)
+    return wrap(tensor.data_ptr() + offset, like.shape, like.stride(), like.dtype, 2, 0)
 changes = dict({code})
 expected = {expected!r}
 if expected is None:
@@ -231,15 +221,13 @@ if expected is None:
     assert len(launches()) == 1
 else:
     assert error_of(out_operator, **{{**a, **changes}}).startswith(expected + "\\n")
-""",
-        tmp_path / "images",
+"""
     )
 
 
-def test_requires_grad(stubs, tmp_path):
+def test_requires_grad(scenario):
     """Refused with grad mode enabled, by the function and by both operators, after the guards that come first."""
-    fake_drivers.run_scenario(
-        stubs,
+    scenario(
         SCENARIO
         + """
 offer_allocation()
@@ -261,14 +249,12 @@ cpu = {k: host(v) if isinstance(v, torch.Tensor) else v for k, v in inputs.items
 cpu["q"].requires_grad_(True)
 assert error_of(attention, **cpu).startswith("Triton sparse_attn_v4_paged_prefill requires CUDA/HIP tensors\\n")
 assert error_of(operator, **cpu).startswith("Triton sparse_attn_v4_paged_prefill requires CUDA/HIP tensors\\n")
-""",
-        tmp_path / "images",
+"""
     )
 
 
-def test_sparse_and_quantized_tensors_meet_the_texts(stubs, tmp_path):
-    fake_drivers.run_scenario(
-        stubs,
+def test_sparse_and_quantized_tensors_meet_the_texts(scenario):
+    scenario(
         SCENARIO
         + """
 cpu = {k: host(v) if isinstance(v, torch.Tensor) else v for k, v in place(GOOD, make).items()}
@@ -279,8 +265,7 @@ for q in (sparse, quantized, cpu["q"].to_mkldnn()):
         inputs = {k: v for k, v in {**cpu, "q": q}.items() if k not in ("out", "lse")}
         text = error_of(function, **inputs)
         assert text.startswith("Triton sparse_attn_v4_paged_prefill requires CUDA/HIP tensors\\n"), text
-""",
-        tmp_path / "images",
+"""
     )
 
 

@@ -4,21 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import fake_drivers
-
-
-@pytest.fixture(scope="session")
-def stubs(tmp_path_factory):
-    return fake_drivers.build(tmp_path_factory.mktemp("stubs"))
-
-
-@pytest.fixture
-def scenario(stubs, tmp_path):
-    def run(code: str, **environment: str) -> str:
-        return fake_drivers.run_scenario(stubs, code, tmp_path / "images", **environment)
-
-    return run
-
 
 def test_arguments_byte_for_byte(scenario):
     scenario("""
@@ -57,6 +42,92 @@ def test_arguments_byte_for_byte(scenario):
     """)
 
 
+def parameters_of(variant, image):
+    """(offset, size) of each of an image's parameters, as the image itself says."""
+    pytest.importorskip("elftools", reason="pyelftools reads the images")
+    from build_tools import inspection
+
+    if variant["format"] == "ptx":
+        return inspection.ptx_parameters(image.decode())
+    return inspection.cubin_parameters(image) if variant["format"] == "cubin" else inspection.amd_parameters(image)
+
+
+def test_arguments_of_every_shipped_image(scenario):
+    """Each image of the installed package is loaded and launched; the driver reads what the image's layout says."""
+    from paged_prefill import _manifest
+
+    manifest = _manifest.read_manifest()
+    layouts = {v["id"]: parameters_of(v, manifest.read_image(v["id"])) for v in manifest.data["variants"]}
+    output = scenario(f"""
+    import json, math
+    layouts = {layouts!r}
+    installed = loader._manifest.read_manifest(loader._manifest.PACKAGE_IMAGES)
+    for number, entry in enumerate(installed.data["variants"]):
+        target = installed.data["targets"][entry["target"]]
+        folder = IMAGES / str(number)
+        folder.mkdir()
+        (folder / entry["file"]).symlink_to(installed.folder / entry["file"])
+        data = {{**installed.data, "variants": [entry], "targets": {{entry["target"]: target}}}}
+        (folder / "manifest.json").write_text(json.dumps(data))
+        # A device stays with the driver that opened it.
+        device, stub = (0, cuda_stub) if target["vendor"] == "cuda" else (1, hip_stub)
+        extension.register_loader(target["vendor"], loader.describe, loader.read_image)
+        loader.override(device, folder, entry["target"])
+        layout = layouts[entry["id"]]
+        widths = [size for _, size in layout]
+        stub.fake_arguments(len(widths), (ctypes.c_int * len(widths))(*widths))
+        dtype = {{"bf16": torch.bfloat16, "fp16": torch.float16}}[entry["dtype"]]
+        T, H, D = 5, max(entry["min_heads"] or 1, 3), entry["head_dim"] or 72
+        a = call(T=T, H=H, D=D, dtype=dtype, lse=True, device=device)
+        log(stub)
+        out_operator(**a, replicated_logit_shift=-0.5)
+        (line,) = [line for line in log(stub) if "LaunchKernel" in line]
+        fields = dict(re.findall(r"(\\w+)=(\\S+)", line))
+        tiles = T * -(-H // entry["head_tile"])
+        expected = {{
+            **{{name + "_ptr": a[name].data_ptr() for name in a if name != "softmax_scale"}},
+            "q_stride_t": H * D, "q_stride_h": D, "unified_kv_stride_n": D, "kv_stride_n": D,
+            "num_tokens": T, "num_heads": H, "head_dim": D, "unified_kv_rows": 10, "kv_rows": 7,
+            "kv_indices_prefix_len": 6, "kv_indices_extend_len": 6, "has_sink": 1, "has_lse": 1,
+            "num_tiles": tiles, "first_tile": 0,
+            "softmax_scale_log2": 0.125 * math.log2(math.e), "logit_shift_log2": -0.5 * math.log2(math.e),
+        }}
+        # The parameter block as the image lays it out, from the manifest's names and types, and then as launched.
+        formats = {{"ptr": "<Q", "i64": "<q", "i32": "<i", "fp32": "<f"}}
+        values = [struct.pack(formats[kind], expected[name]) for name, kind in entry["arguments"]] + [bytes(8)] * 2
+        assert [len(value) for value in values] == widths, entry["id"]
+        block, launched = bytearray(layout[-1][0] + 8), bytearray(layout[-1][0] + 8)
+        for value, text, (offset, size) in zip(values, fields["arguments"].split(","), layout, strict=True):
+            block[offset : offset + size] = value
+            launched[offset : offset + size] = bytes.fromhex(text)
+        assert launched == block, entry["id"]
+        assert fields["symbol"] == entry["symbol"] and fields["block"] == f"{{entry['threads']}},1,1", entry["id"]
+        blocks = tiles if entry["grid"] == "tiles" else min(tiles, 304 if device else 10)
+        assert fields["grid"] == f"{{blocks}},1,1" and fields["shared"] == str(entry["shared"]), entry["id"]
+    print(number + 1)
+    """)
+    assert int(output) == len(layouts)
+
+
+def test_hidden_arguments_of_amd_images_are_the_runtimes():
+    """What a launch passes is the explicit arguments and the two scratch pointers; the rest HIP fills in itself."""
+    pytest.importorskip("elftools", reason="pyelftools reads the images")
+    from build_tools import inspection
+    from paged_prefill import _manifest
+
+    manifest = _manifest.read_manifest()
+    images = [variant for variant in manifest.data["variants"] if variant["format"] == "hsaco"]
+    if not images:
+        pytest.skip("the installed package has no AMD image")
+    for variant in images:
+        kinds = [a[".value_kind"] for a in inspection.amd_kernel(manifest.read_image(variant["id"]))[".args"]]
+        explicit = [kind for kind in kinds if not kind.startswith("hidden_")]
+        assert len(explicit) == len(variant["arguments"]) + 2, variant["id"]
+        assert kinds[: len(explicit)] == explicit, f"{variant['id']}: hidden arguments come last"
+        # None of them: a printf buffer, a heap or a call out would need what a plain launch does not set up.
+        assert not set(kinds) & {"hidden_printf_buffer", "hidden_hostcall_buffer", "hidden_heap_v1"}, variant["id"]
+
+
 def test_a_kernels_own_subset_and_order_of_arguments(scenario):
     scenario("""
     from fake_drivers.images import variant
@@ -85,7 +156,7 @@ def test_an_argument_this_extension_does_not_know(scenario, argument):
     """)
 
 
-def test_grids(scenario):
+def test_O04_grids_and_calls_without_a_token(scenario):
     """A persistent grid has a block per multiprocessor at most; no tokens, no launch; empty lists launch."""
     scenario("""
     from fake_drivers.images import variant
@@ -117,7 +188,7 @@ def test_grids(scenario):
 def test_variants_by_head_count_dimension_dtype_and_alignment(scenario):
     scenario("""
     from fake_drivers.images import variant
-    from fake_drivers.process import _wrap
+    from fake_drivers.dlpack import wrap
     use_images(
         variant("sm90a", head_tile=16, head_dim=64, max_heads=32, aligned=True),
         variant("sm90a", head_tile=64, head_dim=64, min_heads=33, aligned=True),
@@ -136,7 +207,7 @@ def test_variants_by_head_count_dimension_dtype_and_alignment(scenario):
     a = call()
     memory = cuda(torch.zeros(100_000, dtype=torch.bfloat16))
     def view(shape, strides, offset=0):
-        return _wrap(memory.data_ptr() + 2 * offset, shape, strides, torch.bfloat16, 2, 0)
+        return wrap(memory.data_ptr() + 2 * offset, shape, strides, torch.bfloat16, 2, 0)
     assert memory.data_ptr() % 16 == 0
     aligned, general = "bf16-h16-d64", "bf16-h16-dany"
     for changes, expected in (
@@ -181,7 +252,7 @@ def test_shared_memory_over_48_kb_is_opted_in(scenario):
     """)
 
 
-def test_images_load_when_they_are_needed(scenario):
+def test_O22_each_device_loads_its_own_images_when_needed(scenario):
     """A call loads the image it uses; preload the rest; each device has its own; the current device does not matter."""
     scenario("""
     from fake_drivers.images import variant
@@ -212,7 +283,7 @@ def test_images_load_when_they_are_needed(scenario):
 
 
 @pytest.mark.parametrize("slow", [0, 20_000])
-def test_32_threads_load_each_image_once(scenario, slow):
+def test_O26_32_threads_load_each_image_once(scenario, slow):
     scenario(f"""
     from fake_drivers.images import variant
     import threading
@@ -352,7 +423,7 @@ def test_an_image_the_driver_does_not_take(scenario):
 
 
 @pytest.mark.parametrize("vendor", ["cuda", "hip"])
-def test_the_first_call_inside_a_capture(scenario, vendor):
+def test_O24_first_call_inside_a_capture(scenario, vendor):
     """Loading happens in the relaxed mode, which a capture allows, and the thread's mode is put back."""
     target, stub, load = {
         "cuda": ("sm90a", "cuda_stub", b"cuModuleLoadDataEx"),
@@ -403,6 +474,43 @@ def test_fork(scenario):
     """)
 
 
+def test_a_primary_context_reset(scenario):
+    """Before the first call it changes nothing; after it, one call tells and the next one loads anew."""
+    scenario("""
+    from fake_drivers.images import variant
+    use_images(variant("sm90a"))
+    cuda_stub.fake_reset(0)
+    for _ in range(2):
+        out_operator(**call())
+        out_operator(**call(device=1))
+        log()
+        cuda_stub.fake_reset(0)
+        text, hint = error_of(out_operator, **call()).split("\\n")
+        assert text.startswith("cuLaunchKernel failed for paged_prefill-bf16-h16-dany-sm90a: error 709"), text
+        assert "the next call loads it anew" in hint
+        assert extension.loaded(0) == [] and len(extension.loaded(1)) == 1
+        assert cuda_stub.fake_context_depth() == 0
+    # The same where the context itself is refused, at a launch and at a load.
+    for name, loaded in (("cuCtxPushCurrent", True), ("cuModuleLoadDataEx", False)):
+        out_operator(**call())
+        if not loaded:
+            loader.override(0, IMAGES)
+        cuda_stub.fake_fail(name.encode(), 1, 201)
+        assert "the next call loads it anew" in error_of(out_operator, **call())
+        assert extension.loaded(0) == []
+        log()
+        out_operator(**call())
+        assert [line.split()[0] for line in log()] == [
+            "cuDevicePrimaryCtxRetain", "cuModuleLoadDataEx", "cuLaunchKernel"
+        ]
+    cuda_stub.fake_reset(0)
+    error_of(out_operator, **call())
+    out_operator(**call())
+    out_operator(**call(device=1))
+    assert len([line for line in log() if "cuModuleLoadDataEx" in line]) == 1
+    """)
+
+
 def test_hip(scenario):
     scenario("""
     from fake_drivers.images import variant
@@ -423,7 +531,7 @@ def test_a_grid_beyond_hips_limit_is_cut(scenario):
     """HIP counts threads below 2^32: 2^24 blocks of 256 are one too many."""
     scenario("""
     from fake_drivers.images import variant
-    from fake_drivers.process import _wrap
+    from fake_drivers.dlpack import wrap
     use_images(variant("gfx942", threads=1024, head_tile=1), vendor="hip")
     # Nothing reads these tensors, so a stride of 0 in the guards' eyes is all the memory they need.
     T, H, D = 2**17, 128, 8
@@ -442,17 +550,17 @@ def test_a_grid_beyond_hips_limit_is_cut(scenario):
     """)
 
 
-def test_conversions(scenario):
+def test_O13_O18_O19_conversions(scenario):
     """int64 and strided lists, sinks of other dtypes, and a q whose last dimension is strided: what the kernel gets."""
     scenario("""
     from fake_drivers.images import variant
-    from fake_drivers.process import _wrap
+    from fake_drivers.dlpack import wrap
     use_images(variant("sm90a"))
     offer_allocation()
     hostile = torch.tensor([0, 2**32 + 5, -(2**32) + 5, 2**31, -(2**31) - 1, 2**63 - 1], dtype=torch.int64)
     narrowed = [0, 2**31 - 1, -1, 2**31 - 1, -1, 2**31 - 1]
     def read(pointer, count, dtype):
-        return _wrap(pointer, (count,), (1,), dtype, 1, 0).tolist()
+        return wrap(pointer, (count,), (1,), dtype, 1, 0).tolist()
     for function in (attention, out_operator):
         a = call()
         if function is attention:
@@ -499,7 +607,7 @@ def test_results_are_allocated_when_none_are_given(scenario):
 
     def exhausted(*_, **__):
         raise torch.OutOfMemoryError("no memory")
-    loader.torch.empty = exhausted
+    loader.torch.empty = loader.torch.empty_like = exhausted
     for function in (attention, operator):
         try:
             function(**a)
@@ -522,14 +630,29 @@ def test_ptx_is_announced_once_it_is_compiled(scenario):
     for _ in range(3):
         out_operator(**call())
     assert extension.last_launch(0) == "paged_prefill-bf16-h16-dany-ptx"
-    assert [record.getMessage() for record in records] == [
+    messages = [record.getMessage() for record in records]
+    assert messages == [
+        "device 0 (Fake GPU MIG 1g.5gb 0, sm_130) is served by the ptx images",
         "the driver compiles paged_prefill-bf16-h16-dany-ptx for sm_130: "
         "seconds at the first load, then from its own cache"
-    ]
+    ], messages
     """)
 
 
-def test_an_older_driver_is_warned_of(scenario):
+def test_W10_a_driver_older_than_the_images_is_told_both_versions(scenario):
+    scenario("""
+    from fake_drivers.images import variant
+    cuda_stub.fake_device(9, 0, 12080)
+    use_images(variant("sm90a"))
+    for function in (lambda: out_operator(**call()), lambda: paged_prefill.preload(0)):
+        text, hint = error_of(function).split("\\n")
+        assert text == "this paged_prefill wheel has no kernel image for device 0: Fake GPU MIG 1g.5gb 0, sm_90"
+        reason = "sm90a needs a driver for CUDA 13.0 or later, this one is for CUDA 12.8: update the driver"
+        assert reason in hint, hint
+    """)
+
+
+def test_W10_an_older_driver_is_warned_of(scenario):
     scenario("""
     from fake_drivers.images import variant
     import logging

@@ -6,15 +6,9 @@ import json
 
 import pytest
 
-import fake_drivers
 import paged_prefill
 from fake_drivers.images import variant, write
 from paged_prefill import _manifest
-
-
-@pytest.fixture(scope="session")
-def stubs(tmp_path_factory):
-    return fake_drivers.build(tmp_path_factory.mktemp("stubs"))
 
 
 def test_every_installed_image_is_what_was_built():
@@ -54,10 +48,9 @@ WORDS = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_image_is_named_before_any_launch(stubs, tmp_path, damage):
+def test_W12_a_damaged_image_is_named_before_any_launch(scenario, damage):
     """The call names the file, nothing is loaded or launched, and the repaired package works in the same process."""
-    fake_drivers.run_scenario(
-        stubs,
+    scenario(
         f"""
         from test_manifest import DAMAGE
         from fake_drivers.images import variant
@@ -77,13 +70,12 @@ def test_a_damaged_image_is_named_before_any_launch(stubs, tmp_path, damage):
         file.write_bytes(good)
         out_operator(**call())
         assert len(launches()) == 1 and extension.loaded(0) == [entry["id"]]
-        """,
-        tmp_path / "images",
+        """
     )
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"schema": 2}'])
-def test_a_damaged_manifest_is_named(tmp_path, content):
+def test_W12_a_damaged_manifest_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(RuntimeError) as caught:
@@ -91,7 +83,7 @@ def test_a_damaged_manifest_is_named(tmp_path, content):
     assert str(caught.value).startswith(f"kernel image manifest {tmp_path / 'manifest.json'} is unusable: ")
 
 
-def test_an_image_the_manifest_does_not_list(tmp_path):
+def test_W12_an_image_the_manifest_does_not_list(tmp_path):
     write(tmp_path, variant("sm90a"))
     with pytest.raises(RuntimeError, match="it does not list other"):
         _manifest.read_manifest(tmp_path).read_image("other")

@@ -36,7 +36,7 @@ def cpu_operators(monkeypatch):
     from paged_prefill import _guards
 
     refuse = _guards.fail
-    monkeypatch.setattr(_guards, "fail", lambda name, **values: None if name == "device" else refuse(name, **values))
+    monkeypatch.setattr(_guards, "fail", lambda name, /, **values: None if name == "device" else refuse(name, **values))
     library = torch.library.Library("paged_prefill", "IMPL")
     library.impl(FUNCTIONAL, functional_on_cpu, "CPU", allow_override=True)
     library.impl(OUT, out_on_cpu, "CPU", allow_override=True)
@@ -131,20 +131,29 @@ def test_O27_out_is_q_under_compile(where, recompiles):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("out", ["new", "given", "q"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_O27_inductor(device, recompiles, mode):
+def test_O27_inductor(device, recompiles, mode, out, return_lse):
     pytest.importorskip("triton", reason="torch's inductor needs triton on a GPU")
     if not any(map(shutil.which, ("gcc", "cc", "clang"))):
         pytest.skip("torch's inductor needs a C compiler, and none is on PATH")
     case = without_nan(cases.build("ragged", device=device))
 
     def layer(q, *rest):
-        return paged_prefill.sparse_attn_v4_paged_prefill(q * 0.5, *rest) + 1
+        q = q * 0.5
+        given = {"new": None, "given": torch.empty_like(q), "q": q}[out]
+        result = paged_prefill.sparse_attn_v4_paged_prefill(q, *rest, return_lse=return_lse, out=given)
+        return (result[0] + 1, result[1] * 2) if return_lse else result + 1
 
     compiled = torch.compile(layer, fullgraph=True, mode=mode)
     for scale in (1.0, 2.0, 3.0, 4.0):  # reduce-overhead records at the second call and replays from the third
         q = case.q * scale
-        assert_close(compiled(q, *case.args()[1:]), layer(q, *case.args()[1:]).double())
+        actual, expected = (function(q, *case.args()[1:]) for function in (compiled, layer))
+        if return_lse:
+            torch.testing.assert_close(actual[1], expected[1])
+            actual, expected = actual[0], expected[0]
+        assert_close(actual, expected.double())
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ The extension defines both operators, guards them on every backend and launches 
 functional form's CUDA kernel, the fakes, and the refusal of inputs that require grad.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,15 @@ import torch
 from torch import Tensor
 
 from . import _C, _guards, _loader  # noqa: F401  (the loader registers itself with the extension)
+from ._validate import validate
 
 _functional = torch.ops.paged_prefill.sparse_attn_v4_paged_prefill.default
 _out = torch.ops.paged_prefill.sparse_attn_v4_paged_prefill_out.default
+_call_out: Callable[..., None] = getattr(_out, "_op", _out)  # what an eager call of the overload comes to
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_STRIDED = torch.strided
+_DTYPES = (torch.bfloat16, torch.float16)
+_VALIDATES = os.environ.get("PAGED_PREFILL_VALIDATE", "0") not in ("", "0")
 
 
 def sparse_attn_v4_paged_prefill(
@@ -71,7 +78,7 @@ def sparse_attn_v4_paged_prefill(
 
     The call is asynchronous on the current stream of q's device.
     """
-    if q.layout is torch.strided and q.dim() == 3 and q.stride(2) != 1:
+    if q.layout is _STRIDED and not q.is_contiguous() and q.dim() == 3 and q.stride(2) != 1:
         q = q.contiguous()
     kv_indices_prefix = _as_list(kv_indices_prefix)
     kv_indptr_prefix = _as_list(kv_indptr_prefix)
@@ -86,24 +93,31 @@ def sparse_attn_v4_paged_prefill(
     if torch.compiler.is_compiling():
         _out(q, unified_kv, kv_indices_prefix, kv_indptr_prefix, kv, kv_indices_extend, kv_indptr_extend, attn_sink,
              softmax_scale, replicated_logit_shift, out=out, lse=lse)
-    else:
-        if torch.is_grad_enabled():
-            _guards.refuse_grad({
-                "q": q, "unified_kv": unified_kv, "kv_indices_prefix": kv_indices_prefix,
-                "kv_indptr_prefix": kv_indptr_prefix, "kv": kv, "kv_indices_extend": kv_indices_extend,
-                "kv_indptr_extend": kv_indptr_extend, "attn_sink": attn_sink, "out": out, "lse": lse,
-            })
-        # The operator's own check of requires_grad is a Python kernel; it has just been made.
-        with torch._C._AutoDispatchBelowAutograd():
-            _out(q, unified_kv, kv_indices_prefix, kv_indptr_prefix, kv, kv_indices_extend, kv_indptr_extend, attn_sink,
-                 softmax_scale, replicated_logit_shift, out=out, lse=lse)
+        return out if lse is None else (out, lse)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or unified_kv.requires_grad or kv.requires_grad or out.requires_grad
+        or (attn_sink is not None and attn_sink.requires_grad)
+    ):
+        _guards.refuse_grad({
+            "q": q, "unified_kv": unified_kv, "kv_indices_prefix": kv_indices_prefix,
+            "kv_indptr_prefix": kv_indptr_prefix, "kv": kv, "kv_indices_extend": kv_indices_extend,
+            "kv_indptr_extend": kv_indptr_extend, "attn_sink": attn_sink, "out": out, "lse": lse,
+        })
+    if _VALIDATES:
+        validate(q, unified_kv, kv_indices_prefix, kv_indptr_prefix, kv, kv_indices_extend, kv_indptr_extend, attn_sink,
+                 softmax_scale, out=out)
+    # The operator's own check of requires_grad is a Python kernel, which costs as much as all of this; it has just been
+    # made.
+    with _BelowAutograd():
+        _call_out(q, unified_kv, kv_indices_prefix, kv_indptr_prefix, kv, kv_indices_extend, kv_indptr_extend,
+                  attn_sink, softmax_scale, replicated_logit_shift, out=out, lse=lse)
     # fmt: on
     return out if lse is None else (out, lse)
 
 
 def _as_list(indices: Tensor) -> Tensor:
     """int32 and contiguous; values beyond int32 become the nearest one that is still out of every table's range."""
-    if indices.layout is not torch.strided:
+    if indices.layout is not _STRIDED:
         return indices  # for the guards to refuse
     if indices.dtype is torch.int64:
         indices = indices.clamp(-1, _guards.INT32_MAX).to(torch.int32)
@@ -112,16 +126,16 @@ def _as_list(indices: Tensor) -> Tensor:
 
 def _as_sink(sink: Tensor) -> Tensor:
     """fp32 and contiguous, from the dtypes the guards accept."""
-    if sink.layout is not torch.strided:
+    if sink.layout is not _STRIDED:
         return sink
-    if sink.dtype in (torch.float16, torch.bfloat16):
+    if sink.dtype in _DTYPES:
         sink = sink.to(torch.float32)
     return sink if sink.is_contiguous() else sink.contiguous()
 
 
 def _empty_out(q: Tensor) -> Tensor:
-    if q.dtype in (torch.float16, torch.bfloat16):
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.layout is _STRIDED and q.dtype in _DTYPES:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)  # half the time of torch.empty(q.shape, ...)
     return torch.empty(0, device=q.device)  # the guards refuse q first; not every dtype can be allocated
 
 

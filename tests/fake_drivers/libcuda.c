@@ -6,6 +6,7 @@
 #define DEVICES 2
 #define INVALID_VALUE 1
 #define INVALID_CONTEXT 201
+#define CONTEXT_IS_DESTROYED 709
 #define CAPTURE_UNSUPPORTED 900
 #define ENTER(call)                        \
   do {                                     \
@@ -14,7 +15,7 @@
   } while (0)
 
 typedef struct {
-  int device, number;
+  int device, number, life;
 } Module;
 typedef struct {
   Module* module;
@@ -23,6 +24,7 @@ typedef struct {
 } Function;
 
 static int contexts[DEVICES];  // a context is the address of its entry
+static int lives[DEVICES];     // how often each was reset
 static int capability[2] = {9, 0};
 static int version = 13000, next_module, live_modules, slow_load;
 static _Thread_local void* stack[16];
@@ -36,6 +38,7 @@ void fake_device(int major, int minor, int driver_version) {
 int fake_live_modules(void) { return live_modules; }
 int fake_context_depth(void) { return depth; }
 void fake_make_current(int device) { stack[depth = 1] = &contexts[device]; }
+void fake_reset(int device) { lives[device]++; }
 void fake_slow_load(int microseconds) { slow_load = microseconds; }
 
 static int context_of(void* context) { return (int)((int*)context - contexts); }
@@ -105,6 +108,7 @@ int cuModuleLoadDataEx(Module** module, const void* image, unsigned count, int* 
   if (slow_load) usleep(slow_load);
   *module = malloc(sizeof **module);
   (*module)->device = context_of(stack[depth]);
+  (*module)->life = lives[(*module)->device];
   (*module)->number = __sync_fetch_and_add(&next_module, 1);
   __sync_fetch_and_add(&live_modules, 1);
   record("cuModuleLoadDataEx device=%d image=%.48s", (*module)->device, (const char*)image);
@@ -141,6 +145,7 @@ int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigne
   char text[2048];
   ENTER(cuLaunchKernel);
   if (!depth || context_of(stack[depth]) != function->module->device) return INVALID_CONTEXT;
+  if (lives[function->module->device] != function->module->life) return CONTEXT_IS_DESTROYED;
   if (capturing && !function->is_loaded) return CAPTURE_UNSUPPORTED;
   if ((int)shared > function->shared || extra || !grid_x || grid_x > 0x7fffffff) return INVALID_VALUE;
   record("cuLaunchKernel device=%d symbol=%s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p arguments=%s",

@@ -17,6 +17,7 @@ for library in ("libtorch_cuda.so", "libtorch_hip.so"):
 
 import paged_prefill
 from fake_drivers import images
+from fake_drivers.dlpack import kept, wrap
 from paged_prefill import _C as extension
 from paged_prefill import _loader as loader
 
@@ -34,57 +35,21 @@ operator = torch.ops.paged_prefill.sparse_attn_v4_paged_prefill
 attention = paged_prefill.sparse_attn_v4_paged_prefill
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int),
-        ("device_id", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("offset", ctypes.c_uint64),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    )
-
-
-_kept: list[Any] = []  # memory and descriptions live as long as the process
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_CODES = {torch.int32: (0, 32), torch.int64: (0, 64), torch.float16: (2, 16), torch.float32: (2, 32),
-          torch.float64: (2, 64), torch.bfloat16: (4, 16), torch.uint8: (1, 8)}
-
-
-def _wrap(pointer: int, shape: Any, strides: Any, dtype: torch.dtype, device_type: int, device: int) -> torch.Tensor:
-    code, bits = _CODES[dtype]
-    count = len(shape)
-    description = _Tensor(
-        pointer, device_type, device, count, code, bits, 1,
-        (ctypes.c_int64 * count)(*shape), (ctypes.c_int64 * count)(*strides), 0, None, None,
-    )
-    _kept.append(description)
-    return torch._C._from_dlpack(_new_capsule(ctypes.addressof(description), b"dltensor", None))
-
-
 def cuda(tensor: torch.Tensor, device: int = 0) -> torch.Tensor:
     """The same memory, as a tensor of a CUDA device."""
-    _kept.append(tensor)
-    return _wrap(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, 2, device)
+    kept.append(tensor)
+    return wrap(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, 2, device)
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a fake CUDA tensor, as a CPU tensor."""
-    return _wrap(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, 1, 0)
+    return wrap(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, 1, 0)
 
 
 def offer_allocation() -> None:
     """Gives the fake device what the public function asks of torch: empty tensors and conversions."""
     library = torch.library.Library("aten", "IMPL")
-    _kept.append(library)
+    kept.append(library)
 
     def empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
         return cuda(torch.full(size, -7.0).to(dtype or torch.float32), device.index or 0)

@@ -43,27 +43,54 @@ class Span:
 
 
 @gluon.aggregate
+class Tiles:
+    """The tiles of a launch: tile = token * head_blocks + block of heads; first is this CTA's."""
+
+    head_blocks: gl.tensor
+    reciprocal: gl.tensor  # floor((2^32 - 1) / head_blocks)
+    first: gl.tensor
+    end: gl.tensor
+
+    @gluon.jit
+    def place(self, tile):
+        """Token and block of a tile: a division by the reciprocal, which is short by one at most."""
+        token = gl.umulhi(tile.to(gl.uint32, bitcast=True), self.reciprocal).to(gl.int32, bitcast=True)
+        block = tile - token * self.head_blocks
+        short = block >= self.head_blocks
+        return token + short.to(gl.int32), gl.where(short, block - self.head_blocks, block)
+
+    @gluon.jit
+    def token(self, tile):
+        """The token of a tile; past the end the last tile's, so that prefetches need no guard."""
+        token, _ = self.place(gl.minimum(tile, self.end - 1))
+        return token
+
+
+@gluon.jit
+def tiles_of(num_heads, heads_a_tile: gl.constexpr, first_tile, num_tiles):
+    head_blocks = (num_heads + heads_a_tile - 1) // heads_a_tile
+    reciprocal = gl.to_tensor(0xFFFFFFFF).to(gl.uint32) // head_blocks.to(gl.uint32, bitcast=True)
+    return Tiles(head_blocks, reciprocal, first_tile + gl.program_id(0), num_tiles)
+
+
+@gluon.aggregate
 class Lists:
-    """The CSR bounds of the prefix and extend lists, and the tiles that they are read for."""
+    """The CSR bounds of the prefix and extend lists."""
 
     indptr_prefix_ptr: gl.tensor
     indptr_extend_ptr: gl.tensor
     prefix_len: gl.tensor
     extend_len: gl.tensor
-    head_blocks: gl.tensor
-    num_tiles: gl.tensor
 
     @gluon.jit
-    def span(self, tile):
-        """The keys of a tile's token; past the end the last tile's, so that prefetches need no guard."""
-        t = gl.minimum(tile, self.num_tiles - 1) // self.head_blocks
-        prefix_begin, prefix_count = list_bounds(self.indptr_prefix_ptr, t, self.prefix_len)
-        extend_begin, extend_count = list_bounds(self.indptr_extend_ptr, t, self.extend_len)
+    def span(self, token):
+        prefix_begin, prefix_count = list_bounds(self.indptr_prefix_ptr, token, self.prefix_len)
+        extend_begin, extend_count = list_bounds(self.indptr_extend_ptr, token, self.extend_len)
         return Span(prefix_begin, prefix_count, extend_begin, extend_count)
 
     @gluon.jit
-    def count(self, tile):
-        return self.span(tile).count()
+    def count(self, token):
+        return self.span(token).count()
 
 
 @gluon.aggregate
@@ -114,14 +141,21 @@ class Output:
         return sink * LOG2_E + self.logit_shift_log2
 
     @gluon.jit
-    def store_lse(self, t, heads, lse):
-        use = (heads < self.num_heads) & (self.has_lse != 0)
-        gl.store(self.lse_ptr + t * self.num_heads + heads, lse, mask=use)
+    def store_lse(self, token, heads, m, l, sink):
+        """The natural log of the sum of all weights; nothing of it is computed when it is not asked for."""
+        if self.has_lse != 0:
+            top, _, total = close_softmax(m, l, sink)
+            lse = (top + log2(total)) * LN_2
+            pointers = self.lse_ptr + token.to(gl.int64) * self.num_heads + heads
+            gl.store(pointers, lse, mask=heads < self.num_heads)
 
     @gluon.jit
-    def store_rows(self, t, heads, columns, rows, D: gl.constexpr):
-        pointers = self.out_ptr + (t * self.num_heads + heads)[:, None] * D + columns[None, :]
-        gl.store(gl.multiple_of(pointers, (1, 16)), rows, mask=(heads < self.num_heads)[:, None])
+    def store_rows(self, token, head, r, columns, rows, D: gl.constexpr):
+        """Stores heads head + r of a token, off one 64-bit address."""
+        r = r + opaque_zero()  # keeps LLVM from carrying the offsets of all rows in registers across tiles
+        base = self.out_ptr + (token.to(gl.int64) * self.num_heads + head) * D
+        pointers = base + (r.to(gl.int64)[:, None] * D + columns[None, :])
+        gl.store(gl.multiple_of(pointers, (1, 16)), rows, mask=(head + r < self.num_heads)[:, None])
 
 
 @gluon.jit
@@ -143,16 +177,40 @@ def gather(destination, rows, columns, valid):
     async_copy.async_load(destination, pointers, mask=valid[:, None])
 
 
+@gluon.constexpr_function
+def _log2_ptx(outputs, inputs):
+    return " ".join(f"lg2.approx.ftz.f32 {y}, {x};" for y, x in zip(outputs[0], inputs[0], strict=True))
+
+
+@gluon.constexpr_function
+def _reciprocal_ptx(outputs, inputs):
+    return " ".join(f"rcp.approx.ftz.f32 {y}, {x};" for y, x in zip(outputs[0], inputs[0], strict=True))
+
+
+@gluon.jit
+def log2(x):
+    """The hardware's logarithm: within 2^-22, far below the error of a sum of bf16 products."""
+    return gl.inline_asm(_log2_ptx, ("=f", "f"), (x,), x.type, True)
+
+
 @gluon.jit
 def close_softmax(m, l, sink):
-    """From maximum, sum and sink logit: the factor from accumulated rows to outputs, and the natural-log lse.
+    """From maximum, sum and sink logit: the larger logit, the factor of l to it, and the sum with the sink.
 
-    Without a row and a sink they are 0 and -inf. A sink of +inf takes all the weight, and NaN in l stays.
+    A sink of +inf takes all the weight, and NaN in l stays. The sum is 0 without a row and a sink, else at
+    least 1.
     """
     top = gl.maximum(m, gl.minimum(sink, -LOWEST))
     weight = gl.exp2(m - top)
-    total = l * weight + gl.exp2(sink - top)
-    return gl.where(total == 0.0, 0.0, weight / total), (top + gl.log2(total)) * LN_2
+    return top, weight, l * weight + gl.exp2(sink - top)
+
+
+@gluon.jit
+def output_factor(m, l, sink):
+    """The factor from accumulated rows to outputs; 0 without a row and a sink."""
+    _, weight, total = close_softmax(m, l, sink)
+    reciprocal = gl.inline_asm(_reciprocal_ptx, ("=f", "f"), (total,), total.type, True)
+    return gl.where(total == 0.0, 0.0, weight * reciprocal)
 
 
 @gluon.constexpr_function
@@ -176,6 +234,17 @@ def any_not_one(factors):
 
 
 @gluon.constexpr_function
+def _any_nan(outputs, inputs):
+    return any_ptx(outputs, inputs, "nan", "0f00000000", "vote.sync.any.pred any, mine, -1;")
+
+
+@gluon.jit
+def any_nan(x):
+    """Whether an element of this warp is NaN."""
+    return gl.inline_asm(_any_nan, ("=r", "f"), (x,), gl.int32, False) != 0
+
+
+@gluon.constexpr_function
 def _barrier_ptx(operation, barrier, threads):
     return f"bar.{operation} {barrier}, {threads};"
 
@@ -191,6 +260,32 @@ def named_arrive(barrier: gl.constexpr, threads: gl.constexpr):
 
 
 @gluon.jit
+def arrive(barrier):
+    """One arrival of each warp; mbarrier.arrive has one of the warpgroup, behind a barrier of its warps."""
+    gl.inline_asm(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; bar.warp.sync -1;"
+        " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "r,~{memory}",
+        (barrier,),
+        (),
+        False,
+    )
+
+
+@gluon.jit
+def arrive_if(barrier, condition):
+    """The same where a condition of the whole warpgroup holds."""
+    gl.inline_asm(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; setp.ne.and.u32 p, $1, 0, p;"
+        " bar.warp.sync -1; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "r,r,~{memory}",
+        (barrier, condition.to(gl.int32)),
+        (),
+        False,
+    )
+
+
+@gluon.jit
 def opaque_zero():
     """A zero that LLVM cannot see through and ptxas folds.
 
@@ -199,7 +294,12 @@ def opaque_zero():
     return gl.inline_asm("mov.u32 $0, 0;", "=r", (), gl.int32, False)
 
 
+@gluon.constexpr_function
+def _wgmma_wait_ptx(newest):
+    return f"wgmma.wait_group.sync.aligned {newest};"
+
+
 @gluon.jit
-def wgmma_wait_one():
-    """Waits for all but the newest wgmma group; unlike warpgroup_mma_wait, it closes no accumulator."""
-    gl.inline_asm("wgmma.wait_group.sync.aligned 1;", "~{memory}", (), (), False)
+def wgmma_wait_all_but(newest: gl.constexpr):
+    """Waits for all but the newest wgmma groups; warpgroup_mma_wait would close an accumulator."""
+    gl.inline_asm(_wgmma_wait_ptx(newest), "~{memory}", (), (), False)

@@ -27,9 +27,11 @@ from csrc.kernels.hopper_common import (
     Tables,
     any_not_one,
     any_ptx,
-    close_softmax,
+    arrive,
     gather,
-    wgmma_wait_one,
+    output_factor,
+    tiles_of,
+    wgmma_wait_all_but,
 )
 
 # STAGES: buffers of 64 rows. WEIGHT_STAGES: buffers of P; at 16 heads shared memory has no room for two.
@@ -98,7 +100,7 @@ class Shared:
     # wait; the output waits after them, through p_full
     k_empty: gl.shared_memory_descriptor  # [2 * STAGES], by PART: the output arrives, the producer waits
     kind_full: gl.shared_memory_descriptor  # [STAGES]: the producer arrives, the scores wait
-    p_full: gl.shared_memory_descriptor  # [WEIGHT_STAGES]: the scores arrive, the output waits
+    p_full: gl.shared_memory_descriptor  # [WEIGHT_STAGES]: the scores' four warps arrive, the output waits
     p_empty: gl.shared_memory_descriptor  # [WEIGHT_STAGES]: the output arrives, the scores wait
 
 
@@ -115,35 +117,20 @@ def any_above_step(d):
 
 
 @gluon.jit
-def arrive_unsynced(barrier):
-    """An arrive without the warpgroup barrier of mbarrier.arrive: only right after one, which has it."""
-    gl.inline_asm(
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
-        " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
-        "r,~{memory}",
-        (barrier,),
-        (),
-        False,
-    )
-
-
-@gluon.jit
-def score(
-    lists, output, first, scale, sm, HEADS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr
-):
+def score(lists, output, tiles, scale, sm, HEADS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr):
     """S^T = K Q^T and its softmax: hands P^T and the rescale factors to the output, and stores lse."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     head_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    step = gl.num_programs(0)
     k_ring = ring(STAGES)
     p_ring = ring(WEIGHT_STAGES)
     q_ring = ring(2)
-    count = lists.count(first)
-    for tile in range(first, lists.num_tiles, step):
-        t = (tile // lists.head_blocks).to(gl.int64)
-        heads = tile % lists.head_blocks * HEADS + gl.arange(0, HEADS, layout=head_layout)
+    step = gl.num_programs(0)
+    count = lists.count(tiles.token(tiles.first))
+    for tile in range(tiles.first, tiles.end, step):
+        token, block = tiles.place(tile)
+        heads = block * HEADS + gl.arange(0, HEADS, layout=head_layout)
         blocks = (count + BLOCK - 1) // BLOCK
-        count = lists.count(tile + step)
+        count = lists.count(tiles.token(tile + step))
         sink = output.load_sink(heads)
         m = gl.full([HEADS], LOWEST, gl.float32, head_layout)
         l_parts = gl.zeros([BLOCK, HEADS], gl.float32, layout)  # summed over keys once, at the tile's end
@@ -174,15 +161,16 @@ def score(
             sm.alpha.index(p_ring.index).store(alpha)
             if HEADS == 32:  # read by wgmma
                 fence_async_shared()
-            mbarrier.arrive(sm.p_full.index(p_ring.index))
+            arrive(sm.p_full.index(p_ring.index))
             p_ring = p_ring.next()
             l_parts = l_parts + p
             k_ring = k_ring.next()
-        factor, lse = close_softmax(m, gl.sum(l_parts, 0), sink)
+        l = gl.sum(l_parts, 0)
+        factor = output_factor(m, l, sink)
         mbarrier.wait(sm.p_empty.index(p_ring.index), p_ring.phase ^ 1)
         sm.alpha.index(p_ring.index).store(factor)
-        mbarrier.arrive(sm.p_full.index(p_ring.index))
-        output.store_lse(t, heads, lse)
+        arrive(sm.p_full.index(p_ring.index))
+        output.store_lse(token, heads, m, l, sink)
         p_ring = p_ring.next()
         q_ring = q_ring.next()
 
@@ -193,11 +181,11 @@ def accumulate_wgmma(acc, k, p, k_empty, p_empty, stage):
     for part in gl.static_range(2):
         k_part = k.slice(part * PART, PART, 0).permute((1, 0))
         acc = warpgroup_mma(k_part, p.slice(part * PART, PART, 0), acc, is_async=True)
-    wgmma_wait_one()
+    wgmma_wait_all_but(1)
     mbarrier.arrive(k_empty.index(2 * stage))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(k_empty.index(2 * stage + 1))
-    arrive_unsynced(p_empty)
+    mbarrier.arrive(p_empty)
     return acc
 
 
@@ -213,7 +201,7 @@ def accumulate_mma(acc, k, p, k_empty, p_empty, stage, layout: gl.constexpr):
     acc = mma_v2(k.slice(0 * STEP, STEP, 0).permute((1, 0)).load(a_layout), p0, acc)
     k1 = k.slice(1 * STEP, STEP, 0).permute((1, 0)).load(a_layout)
     mbarrier.arrive(k_empty.index(2 * stage))
-    arrive_unsynced(p_empty)
+    mbarrier.arrive(p_empty)
     acc = mma_v2(k1, p1, acc)
     acc = mma_v2(k.slice(2 * STEP, STEP, 0).permute((1, 0)).load(a_layout), p2, acc)
     k3 = k.slice(3 * STEP, STEP, 0).permute((1, 0)).load(a_layout)
@@ -222,25 +210,23 @@ def accumulate_mma(acc, k, p, k_empty, p_empty, stage, layout: gl.constexpr):
 
 
 @gluon.jit
-def accumulate(
-    lists, output, first, sm, HEADS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr
-):
+def accumulate(lists, output, tiles, sm, HEADS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr):
     """O^T = O^T * alpha + K^T P^T, and the tile's output through its Q buffer for whole 16-byte rows."""
     wgmma_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     mma_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     layout: gl.constexpr = wgmma_layout if HEADS == 32 else mma_layout
     head_layout: gl.constexpr = gl.SliceLayout(0, layout)
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    step = gl.num_programs(0)
     k_ring = ring(STAGES)
     p_ring = ring(WEIGHT_STAGES)
     q_ring = ring(2)
-    count = lists.count(first)
-    for tile in range(first, lists.num_tiles, step):
-        t = (tile // lists.head_blocks).to(gl.int64)
-        head = tile % lists.head_blocks * HEADS
+    step = gl.num_programs(0)
+    count = lists.count(tiles.token(tiles.first))
+    for tile in range(tiles.first, tiles.end, step):
+        token, block = tiles.place(tile)
+        head = block * HEADS
         blocks = (count + BLOCK - 1) // BLOCK
-        count = lists.count(tile + step)
+        count = lists.count(tiles.token(tile + step))
         acc = gl.zeros([D, HEADS], gl.float32, layout)
         for _ in range(blocks):
             mbarrier.wait(sm.p_full.index(p_ring.index), p_ring.phase)
@@ -263,9 +249,9 @@ def accumulate(
         p_ring = p_ring.next()
         stage = sm.q.index(q_ring.index)
         stage.permute((1, 0)).store(out)
-        heads = head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, store_layout))
+        r = gl.arange(0, HEADS, layout=gl.SliceLayout(1, store_layout))
         columns = gl.arange(0, D, layout=gl.SliceLayout(0, store_layout))
-        output.store_rows(t, heads, columns, stage.load(store_layout), D)
+        output.store_rows(token, head, r, columns, stage.load(store_layout), D)
         mbarrier.arrive(sm.q_empty.index(q_ring.index))
         q_ring = q_ring.next()
 
@@ -287,7 +273,7 @@ def produce(
     num_heads,
     lists,
     tables,
-    first,
+    tiles,
     sm,
     HEADS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -298,19 +284,19 @@ def produce(
     r = gl.arange(0, PART, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     q_columns = gl.arange(0, D, layout=gl.SliceLayout(0, q_layout))
-    step = gl.num_programs(0)
     k_ring = ring(STAGES)
     q_ring = ring(2)
-    span = lists.span(first)
+    step = gl.num_programs(0)
+    span = lists.span(tiles.token(tiles.first))
     index0 = tables.indices(span, r)
     index1 = tables.indices(span, r + PART)
-    for tile in range(first, lists.num_tiles, step):
-        t = (tile // lists.head_blocks).to(gl.int64)
-        heads = tile % lists.head_blocks * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, q_layout))
+    for tile in range(tiles.first, tiles.end, step):
+        token, block = tiles.place(tile)
+        heads = block * HEADS + gl.arange(0, HEADS, layout=gl.SliceLayout(1, q_layout))
         blocks = (span.count() + BLOCK - 1) // BLOCK
-        next_span = lists.span(tile + step)
+        next_span = lists.span(tiles.token(tile + step))
         mbarrier.wait(sm.q_empty.index(q_ring.index), q_ring.phase ^ 1)
-        q_rows = q_ptr + t * q_stride_t + heads * q_stride_h
+        q_rows = q_ptr + token.to(gl.int64) * q_stride_t + heads * q_stride_h
         gather(sm.q.index(q_ring.index), q_rows, q_columns, heads < num_heads)
         async_copy.mbarrier_arrive(sm.q_full.index(q_ring.index), increment_count=False)
         q_ring = q_ring.next()
@@ -396,18 +382,11 @@ def sparse_paged_prefill_narrow(
         mbarrier.init(sm.k_empty.index(2 * i + 1), count=1)
         mbarrier.init(sm.kind_full.index(i), count=1)
     for i in gl.static_range(WEIGHT_STAGES):
-        mbarrier.init(sm.p_full.index(i), count=1)
+        mbarrier.init(sm.p_full.index(i), count=4)
         mbarrier.init(sm.p_empty.index(i), count=1)
     gl.barrier()
-    head_blocks = (num_heads + HEADS - 1) // HEADS
-    lists = Lists(
-        kv_indptr_prefix_ptr,
-        kv_indptr_extend_ptr,
-        kv_indices_prefix_len,
-        kv_indices_extend_len,
-        head_blocks,
-        num_tiles,
-    )
+    tiles = tiles_of(num_heads, HEADS, first_tile, num_tiles)
+    lists = Lists(kv_indptr_prefix_ptr, kv_indptr_extend_ptr, kv_indices_prefix_len, kv_indices_extend_len)
     tables = Tables(
         kv_indices_prefix_ptr,
         kv_indices_extend_ptr,
@@ -419,12 +398,11 @@ def sparse_paged_prefill_narrow(
         kv_rows,
     )
     output = Output(out_ptr, lse_ptr, attn_sink_ptr, num_heads, has_lse, has_sink, logit_shift_log2)
-    first = first_tile + gl.program_id(0)
     gl.warp_specialize(
         [
-            (score, (lists, output, first, softmax_scale_log2, sm, HEADS, STAGES, WEIGHT_STAGES)),
-            (accumulate, (lists, output, first, sm, HEADS, STAGES, WEIGHT_STAGES)),
-            (produce, (q_ptr, q_stride_t, q_stride_h, num_heads, lists, tables, first, sm, HEADS, STAGES)),
+            (score, (lists, output, tiles, softmax_scale_log2, sm, HEADS, STAGES, WEIGHT_STAGES)),
+            (accumulate, (lists, output, tiles, sm, HEADS, STAGES, WEIGHT_STAGES)),
+            (produce, (q_ptr, q_stride_t, q_stride_h, num_heads, lists, tables, tiles, sm, HEADS, STAGES)),
         ],
         [4, 4],
         [OUTPUT_REGISTERS, PRODUCER_REGISTERS],

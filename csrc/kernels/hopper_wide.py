@@ -31,13 +31,17 @@ from csrc.kernels.hopper_common import (
     Lists,
     Output,
     Tables,
+    any_nan,
     any_not_one,
-    close_softmax,
+    arrive,
+    arrive_if,
     gather,
     named_arrive,
     named_sync,
     opaque_zero,
-    wgmma_wait_one,
+    output_factor,
+    tiles_of,
+    wgmma_wait_all_but,
 )
 
 # Registers a thread of the right consumer and of the producer; the left consumer has the rest.
@@ -78,17 +82,21 @@ class Shared:
     odd: gl.shared_memory_descriptor  # the same for P odd and the right
     bias: gl.shared_memory_descriptor  # [2, BLOCK] fp32, even and odd: what a key adds to its logits, or -inf
     seen: gl.shared_memory_descriptor  # [2, BLOCK] int8, by tile parity: 0 where the tile has had holes only
-    maximum: gl.shared_memory_descriptor  # [2, HEADS] fp32: after the even and the odd block
-    sums: gl.shared_memory_descriptor  # [4, HEADS] fp32: 2 * tile parity + 0 of the left, 1 of the right
+    # What one consumer stores and the other loads is apart from what it loads itself, else the compiler puts
+    # a barrier between. Sums are by tile parity: a token without keys could overwrite one not yet read.
+    maximum_even: gl.shared_memory_descriptor  # [HEADS] fp32: after the even block, of the left
+    maximum_odd: gl.shared_memory_descriptor  # [HEADS] fp32: after the odd block, of the right
+    sum_left: gl.shared_memory_descriptor  # [2, HEADS] fp32
+    sum_right: gl.shared_memory_descriptor  # [2, HEADS] fp32
     q_full: gl.shared_memory_descriptor  # the producer's 128 threads' copies arrive, both consumers wait
-    q_empty: gl.shared_memory_descriptor  # both consumers arrive after their last S of the tile, the producer
-    # waits
+    q_empty: gl.shared_memory_descriptor  # [2], by half: the consumers' eight warps arrive after their last S
+    # from it in the tile, the producer waits
     k_full: gl.shared_memory_descriptor  # [8], a slot's pieces: the 128 threads' copies arrive, the consumer
     # that scores the slot's block waits; the other waits after it, through EVEN_READY or ODD_READY
-    k_empty: gl.shared_memory_descriptor  # [4]: the consumer of the slot's half arrives after its product
-    # with P, which lies after every S from the slot; the producer waits
-    bias_full: gl.shared_memory_descriptor  # [2]: the producer arrives, the consumer that scores the block
-    # waits. A bias is free again with EVEN_LEFT, or with ODD_RIGHT
+    k_empty: gl.shared_memory_descriptor  # [4]: four warps of the half's consumer arrive after its product with
+    # P, which lies after every S from the slot; the producer waits
+    bias_full: gl.shared_memory_descriptor  # [2]: the producer's four warps arrive, the consumer that scores
+    # the block waits. A bias is free again with EVEN_LEFT, or with ODD_RIGHT
 
 
 @gluon.jit
@@ -109,6 +117,12 @@ def lazy_maximum(m, m_block):
 
 
 @gluon.jit
+def first_factor(m, m_even, first):
+    """A pair's first factor of the sums: 1 in a tile's first pair, where they are 0, for no rescale to run."""
+    return gl.where(first, 1.0, gl.exp2(m - m_even))
+
+
+@gluon.jit
 def rescaled(acc, factor, layout: gl.constexpr):
     if any_not_one(factor):
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
@@ -116,25 +130,25 @@ def rescaled(acc, factor, layout: gl.constexpr):
 
 
 @gluon.jit
-def attend_left(s, bias, m, l, acc, scale, sm, s_layout: gl.constexpr, acc_layout: gl.constexpr):
+def attend_left(s, bias, m, l, acc, first, scale, sm, s_layout: gl.constexpr, acc_layout: gl.constexpr):
     """One pair in the left consumer, from finished S even to the issue of the product with P odd."""
     s = s * scale + bias[None, :]
     m_even = lazy_maximum(m, gl.max(s, 1))
-    sm.maximum.index(0).store(m_even)
+    sm.maximum_even.store(m_even)
     p = gl.exp2(s - m_even[:, None])
     p_half = p.to(sm.k.dtype)
     sm.even.index(0).store(p_half)
     fence_async_shared()
     named_arrive(EVEN_READY, CONSUMERS)
-    alpha = gl.exp2(m - m_even)
+    alpha = first_factor(m, m_even, first)
     acc = rescaled(acc, alpha, acc_layout)
     p_operand = gl.convert_layout(p_half, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
     acc = warpgroup_mma(p_operand, sm.k.index(opaque_zero() + EVEN_LEFT), acc, is_async=True)
     l = l * alpha + gl.sum(p, 1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(sm.k_empty.index(EVEN_LEFT))
+    arrive(sm.k_empty.index(EVEN_LEFT))
     named_sync(ODD_READY, CONSUMERS)
-    m_odd = sm.maximum.index(1).load(gl.SliceLayout(1, s_layout))
+    m_odd = sm.maximum_odd.load(gl.SliceLayout(1, s_layout))
     alpha = gl.exp2(m_even - m_odd)
     l = l * alpha
     acc = rescaled(acc, alpha, acc_layout)
@@ -144,28 +158,30 @@ def attend_left(s, bias, m, l, acc, scale, sm, s_layout: gl.constexpr, acc_layou
 
 
 @gluon.jit
-def attend_right(m, l, acc, scale, phase, last, sm, s_layout: gl.constexpr, acc_layout: gl.constexpr):
+def attend_right(m, l, acc, scale, phase, first, last, sm, s_layout: gl.constexpr, acc_layout: gl.constexpr):
     """One pair in the right consumer, S odd included."""
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     named_sync(ORDER, CONSUMERS)
     s = scores(gl.zeros([HEADS, BLOCK], gl.float32, s_layout), sm, ODD_RIGHT, phase, True, True)
     s = scores(s, sm, ODD_LEFT, phase, True, False)
+    wgmma_wait_all_but(2)
+    arrive_if(sm.q_empty.index(1), last)
     mbarrier.wait(sm.bias_full.index(1), phase)
     bias = sm.bias.index(1).load(gl.SliceLayout(0, s_layout))
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(sm.q_empty, pred=last)
+    arrive_if(sm.q_empty.index(0), last)
     s = s * scale + bias[None, :]
     m_block = gl.max(s, 1)
     named_sync(EVEN_READY, CONSUMERS)
-    m_even = sm.maximum.index(0).load(m_layout)
-    sm.maximum.index(1).store(lazy_maximum(m_even, m_block))
-    alpha = gl.exp2(m - m_even)
+    m_even = sm.maximum_even.load(m_layout)
+    sm.maximum_odd.store(lazy_maximum(m_even, m_block))
+    alpha = first_factor(m, m_even, first)
     l = l * alpha
     acc = rescaled(acc, alpha, acc_layout)
     zero = opaque_zero()
     acc = warpgroup_mma(sm.even.index(zero), sm.k.index(zero + EVEN_RIGHT), acc, is_async=True)
     # The maximum's round trip through shared memory keeps ptxas from hoisting exponentials above the wgmmas.
-    m_odd = sm.maximum.index(1).load(m_layout)
+    m_odd = sm.maximum_odd.load(m_layout)
     p = gl.exp2(s - m_odd[:, None])
     p_half = p.to(sm.k.dtype)
     sm.odd.index(0).store(p_half)
@@ -174,56 +190,57 @@ def attend_right(m, l, acc, scale, phase, last, sm, s_layout: gl.constexpr, acc_
     alpha = gl.exp2(m_even - m_odd)
     l = l * alpha + gl.sum(p, 1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(sm.k_empty.index(EVEN_RIGHT))
+    arrive(sm.k_empty.index(EVEN_RIGHT))
     acc = rescaled(acc, alpha, acc_layout)
     p_operand = gl.convert_layout(p_half, gl.DotOperandLayout(0, acc_layout, 2), assert_trivial=True)
     acc = warpgroup_mma(p_operand, sm.k.index(opaque_zero() + ODD_RIGHT), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(sm.k_empty.index(ODD_RIGHT))
+    arrive(sm.k_empty.index(ODD_RIGHT))
     return m_odd, l, acc
 
 
 @gluon.jit
-def exchange_sums(l, sm, parity, side: gl.constexpr):
-    """Sum of both consumers. By tile parity: else a token without keys could overwrite a sum not yet read."""
-    sm.sums.index(2 * parity + side).store(l)
+def exchange_sums(l, own, other):
+    """Sum of both consumers."""
+    own.store(l)
     named_sync(SUMS_READY, CONSUMERS)
-    return l + sm.sums.index(2 * parity + 1 - side).load(l.type.layout)
+    return l + other.load(l.type.layout)
 
 
 @gluon.jit
-def write_tile(m, l, acc, sink, output, t, head, stage, seen, side: gl.constexpr, acc_layout: gl.constexpr):
+def write_tile(m, l, acc, sink, output, token, head, stage, seen, side: gl.constexpr, acc_layout: gl.constexpr):
     """Normalises and stores half of the columns, staged for 16-byte stores; the left also stores lse."""
-    any_layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
-    if gl.max(seen.load(any_layout).to(gl.int32), 0) == 0:
-        # Holes add exactly nothing unless the query holds NaN or infinity.
-        l = gl.zeros_like(l)
-        acc = gl.zeros_like(acc)
-    factor, lse = close_softmax(m, l, sink)
+    if any_nan(l):
+        # Holes add exactly nothing, unless the query holds NaN or infinity: then nothing else must stay.
+        any_layout: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
+        if gl.max(seen.load(any_layout).to(gl.int32), 0) == 0:
+            l = gl.zeros_like(l)
+            acc = gl.zeros_like(acc)
+    factor = output_factor(m, l, sink)
     if side == 0:
-        output.store_lse(t, head + gl.arange(0, HEADS, layout=m.type.layout), lse)
+        output.store_lse(token, head + gl.arange(0, HEADS, layout=m.type.layout), m, l, sink)
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc_layout), assert_trivial=True)[:, None]
     pieces = out.to(stage.dtype).reshape([HEADS, 2, PIECE]).permute([0, 2, 1]).split()
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    heads = head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, store_layout))
+    r = gl.arange(0, HEADS, layout=gl.SliceLayout(1, store_layout))
     columns = side * HALF + gl.arange(0, PIECE, layout=gl.SliceLayout(0, store_layout))
     for piece in gl.static_range(2):
         stage.store(pieces[piece])
-        output.store_rows(t, heads, columns + piece * PIECE, stage.load(store_layout), 2 * HALF)
+        output.store_rows(token, head, r, columns + piece * PIECE, stage.load(store_layout), 2 * HALF)
 
 
 @gluon.jit
-def consume_left(lists, output, first, scale, sm):
+def consume_left(lists, output, tiles, scale, sm):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     bias_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     stage = sm.even.reinterpret(sm.k.dtype, [HEADS, PIECE], sm.q.layout)
-    step = gl.num_programs(0)
     phase = 0
     q_phase = 0
     parity = 0
-    count = lists.count(first)
+    step = gl.num_programs(0)
+    count = lists.count(tiles.token(tiles.first))
     mbarrier.wait(sm.q_full, q_phase)
     q_phase ^= 1
     s = gl.zeros([HEADS, BLOCK], gl.float32, s_layout)
@@ -235,45 +252,46 @@ def consume_left(lists, output, first, scale, sm):
         bias = sm.bias.index(0).load(bias_layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         named_arrive(ORDER, CONSUMERS)
-    for tile in range(first, lists.num_tiles, step):
-        t = (tile // lists.head_blocks).to(gl.int64)
-        head = tile % lists.head_blocks * HEADS
+    for tile in range(tiles.first, tiles.end, step):
+        token, block = tiles.place(tile)
+        head = block * HEADS
         pairs = (count + 2 * BLOCK - 1) // (2 * BLOCK)
-        count = lists.count(tile + step)
+        count = lists.count(tiles.token(tile + step))
         m = gl.full([HEADS], LOWEST, gl.float32, m_layout)
         l = gl.zeros([HEADS], gl.float32, m_layout)
         acc = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
-        for _ in range(pairs - 1):
-            m, l, acc = attend_left(s, bias, m, l, acc, scale, sm, s_layout, acc_layout)
+        for i in range(pairs - 1):
+            m, l, acc = attend_left(s, bias, m, l, acc, i == 0, scale, sm, s_layout, acc_layout)
             phase ^= 1
             s_next = gl.zeros([HEADS, BLOCK], gl.float32, s_layout)
             s_next = scores(s_next, sm, EVEN_LEFT, phase, True, True)
             acc = warpgroup_mma_wait(2, deps=(acc,))
-            mbarrier.arrive(sm.k_empty.index(ODD_LEFT))
+            arrive(sm.k_empty.index(ODD_LEFT))
             s_next = scores(s_next, sm, EVEN_RIGHT, phase, True, False)
             mbarrier.wait(sm.bias_full.index(0), phase)
             bias = sm.bias.index(0).load(bias_layout)
-            wgmma_wait_one()
+            wgmma_wait_all_but(1)
             named_arrive(ORDER, CONSUMERS)
             s = warpgroup_mma_wait(0, deps=(s_next,))
-        mbarrier.arrive(sm.q_empty)
+        arrive(sm.q_empty.index(0))
+        arrive(sm.q_empty.index(1))
         sink = output.load_sink(head + gl.arange(0, HEADS, layout=m_layout))
         if pairs > 0:
-            m, l, acc = attend_left(s, bias, m, l, acc, scale, sm, s_layout, acc_layout)
+            m, l, acc = attend_left(s, bias, m, l, acc, pairs == 1, scale, sm, s_layout, acc_layout)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(sm.k_empty.index(ODD_LEFT))
+            arrive(sm.k_empty.index(ODD_LEFT))
             phase ^= 1
-        l = exchange_sums(l, sm, parity, 0)
+        l = exchange_sums(l, sm.sum_left.index(parity), sm.sum_right.index(parity))
         # The next tile's first S even runs under this tile's epilogue. The wgmmas have no condition, so that
         # their accumulators stay in place; where there is no next tile or it has no keys, nothing reads them.
-        more = tile + step < lists.num_tiles
+        more = tile + step < tiles.end
         mbarrier.wait(sm.q_full, q_phase, pred=more)
         q_phase ^= 1
         go = more & (count > 0)
         s_next = gl.zeros([HEADS, BLOCK], gl.float32, s_layout)
         s_next = scores(s_next, sm, EVEN_LEFT, phase, go, True)
         s_next = scores(s_next, sm, EVEN_RIGHT, phase, go, False)
-        write_tile(m, l, acc, sink, output, t, head, stage, sm.seen.index(parity), 0, acc_layout)
+        write_tile(m, l, acc, sink, output, token, head, stage, sm.seen.index(parity), 0, acc_layout)
         parity ^= 1
         mbarrier.wait(sm.bias_full.index(0), phase, pred=go)
         bias = sm.bias.index(0).load(bias_layout)
@@ -283,31 +301,33 @@ def consume_left(lists, output, first, scale, sm):
 
 
 @gluon.jit
-def consume_right(lists, output, first, scale, sm):
+def consume_right(lists, output, tiles, scale, sm):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     m_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     stage = sm.odd.reinterpret(sm.k.dtype, [HEADS, PIECE], sm.q.layout)
-    step = gl.num_programs(0)
     phase = 0
     parity = 0  # of the tile, and the phase of q_full
-    count = lists.count(first)
-    for tile in range(first, lists.num_tiles, step):
-        t = (tile // lists.head_blocks).to(gl.int64)
-        head = tile % lists.head_blocks * HEADS
+    step = gl.num_programs(0)
+    count = lists.count(tiles.token(tiles.first))
+    for tile in range(tiles.first, tiles.end, step):
+        token, block = tiles.place(tile)
+        head = block * HEADS
         pairs = (count + 2 * BLOCK - 1) // (2 * BLOCK)
-        count = lists.count(tile + step)
+        count = lists.count(tiles.token(tile + step))
         m = gl.full([HEADS], LOWEST, gl.float32, m_layout)
         l = gl.zeros([HEADS], gl.float32, m_layout)
         acc = gl.zeros([HEADS, HALF], gl.float32, acc_layout)
         mbarrier.wait(sm.q_full, parity)
         for i in range(pairs):
-            m, l, acc = attend_right(m, l, acc, scale, phase, i + 1 == pairs, sm, s_layout, acc_layout)
+            last = i + 1 == pairs
+            m, l, acc = attend_right(m, l, acc, scale, phase, i == 0, last, sm, s_layout, acc_layout)
             phase ^= 1
-        mbarrier.arrive(sm.q_empty, pred=pairs == 0)
+        arrive_if(sm.q_empty.index(0), pairs == 0)
+        arrive_if(sm.q_empty.index(1), pairs == 0)
         sink = output.load_sink(head + gl.arange(0, HEADS, layout=m_layout))
-        l = exchange_sums(l, sm, parity, 1)
-        write_tile(m, l, acc, sink, output, t, head, stage, sm.seen.index(parity), 1, acc_layout)
+        l = exchange_sums(l, sm.sum_right.index(parity), sm.sum_left.index(parity))
+        write_tile(m, l, acc, sink, output, token, head, stage, sm.seen.index(parity), 1, acc_layout)
         parity ^= 1
 
 
@@ -322,27 +342,28 @@ def produce_slot(sm, slot: gl.constexpr, rows, columns, valid, phase):
 
 
 @gluon.jit
-def produce(q_ptr, q_stride_t, q_stride_h, num_heads, lists, tables, logit_shift_log2, first, sm):
+def produce(q_ptr, q_stride_t, q_stride_h, num_heads, lists, tables, logit_shift_log2, tiles, sm):
     """Gathers Q and key rows. Indices are loaded one pair ahead, at a tile's end the next tile's first."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, PIECE, layout=gl.SliceLayout(0, layout))
     q_columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    step = gl.num_programs(0)
     phase = 0
     parity = 0  # of the tile, and the phase of q_full
-    span = lists.span(first)
+    step = gl.num_programs(0)
+    span = lists.span(tiles.token(tiles.first))
     index_even = tables.indices(span, r)
     index_odd = tables.indices(span, r + BLOCK)
-    for tile in range(first, lists.num_tiles, step):
-        t = (tile // lists.head_blocks).to(gl.int64)
-        heads = tile % lists.head_blocks * HEADS + r
+    for tile in range(tiles.first, tiles.end, step):
+        token, block = tiles.place(tile)
+        heads = block * HEADS + r
         pairs = (span.count() + 2 * BLOCK - 1) // (2 * BLOCK)
-        next_span = lists.span(tile + step)
-        mbarrier.wait(sm.q_empty, parity ^ 1)
-        q_rows = q_ptr + t * q_stride_t + heads * q_stride_h
-        for half in gl.static_range(2):
-            gather(sm.q.index(half), q_rows + half * HALF, q_columns, heads < num_heads)
+        next_span = lists.span(tiles.token(tile + step))
+        q_rows = q_ptr + token.to(gl.int64) * q_stride_t + heads * q_stride_h
+        for i in gl.static_range(2):
+            # The right half is free first: S odd starts with it.
+            mbarrier.wait(sm.q_empty.index(1 - i), parity ^ 1)
+            gather(sm.q.index(1 - i), q_rows + (1 - i) * HALF, q_columns, heads < num_heads)
         async_copy.mbarrier_arrive(sm.q_full, increment_count=False)
         seen = gl.zeros_like(r)  # stays unpublished in a tile without keys, whose sums are zero anyway
         if pairs == 0:
@@ -366,11 +387,11 @@ def produce(q_ptr, q_stride_t, q_stride_h, num_heads, lists, tables, logit_shift
             sm.bias.index(0).store(bias_even)
             # Published by the even bias; a tile of the same parity finds it free, since q_empty lies between.
             sm.seen.index(parity).store(seen.to(gl.int8))
-            mbarrier.arrive(sm.bias_full.index(0))
+            arrive(sm.bias_full.index(0))
             produce_slot(sm, EVEN_RIGHT, rows_even, columns, valid_even, phase)
             produce_slot(sm, ODD_RIGHT, rows_odd, columns, valid_odd, phase)
             sm.bias.index(1).store(bias_odd)
-            mbarrier.arrive(sm.bias_full.index(1))
+            arrive(sm.bias_full.index(1))
             produce_slot(sm, ODD_LEFT, rows_odd, columns, valid_odd, phase)
             phase ^= 1
         span = next_span
@@ -417,32 +438,28 @@ def sparse_paged_prefill_wide(
         odd=gl.allocate_shared_memory(dtype, [2, HEADS, BLOCK], tile_layout),
         bias=gl.allocate_shared_memory(gl.float32, [2, BLOCK], flat),
         seen=gl.allocate_shared_memory(gl.int8, [2, BLOCK], flat),
-        maximum=gl.allocate_shared_memory(gl.float32, [2, HEADS], flat),
-        sums=gl.allocate_shared_memory(gl.float32, [4, HEADS], flat),
+        maximum_even=gl.allocate_shared_memory(gl.float32, [HEADS], flat),
+        maximum_odd=gl.allocate_shared_memory(gl.float32, [HEADS], flat),
+        sum_left=gl.allocate_shared_memory(gl.float32, [2, HEADS], flat),
+        sum_right=gl.allocate_shared_memory(gl.float32, [2, HEADS], flat),
         q_full=mbarrier.allocate_mbarrier(),
-        q_empty=mbarrier.allocate_mbarrier(),
+        q_empty=mbarrier.allocate_mbarrier(batch=2),
         k_full=mbarrier.allocate_mbarrier(batch=8),
         k_empty=mbarrier.allocate_mbarrier(batch=4),
         bias_full=mbarrier.allocate_mbarrier(batch=2),
     )
     mbarrier.init(sm.q_full, count=128)
-    mbarrier.init(sm.q_empty, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(sm.q_empty.index(i), count=8)
     for i in gl.static_range(8):
         mbarrier.init(sm.k_full.index(i), count=128)
     for i in gl.static_range(4):
-        mbarrier.init(sm.k_empty.index(i), count=1)
+        mbarrier.init(sm.k_empty.index(i), count=4)
     for i in gl.static_range(2):
-        mbarrier.init(sm.bias_full.index(i), count=1)
+        mbarrier.init(sm.bias_full.index(i), count=4)
     gl.barrier()
-    head_blocks = (num_heads + HEADS - 1) // HEADS
-    lists = Lists(
-        kv_indptr_prefix_ptr,
-        kv_indptr_extend_ptr,
-        kv_indices_prefix_len,
-        kv_indices_extend_len,
-        head_blocks,
-        num_tiles,
-    )
+    tiles = tiles_of(num_heads, HEADS, first_tile, num_tiles)
+    lists = Lists(kv_indptr_prefix_ptr, kv_indptr_extend_ptr, kv_indices_prefix_len, kv_indices_extend_len)
     tables = Tables(
         kv_indices_prefix_ptr,
         kv_indices_extend_ptr,
@@ -454,12 +471,11 @@ def sparse_paged_prefill_wide(
         kv_rows,
     )
     output = Output(out_ptr, lse_ptr, attn_sink_ptr, num_heads, has_lse, has_sink, logit_shift_log2)
-    first = first_tile + gl.program_id(0)
     gl.warp_specialize(
         [
-            (consume_left, (lists, output, first, softmax_scale_log2, sm)),
-            (consume_right, (lists, output, first, softmax_scale_log2, sm)),
-            (produce, (q_ptr, q_stride_t, q_stride_h, num_heads, lists, tables, logit_shift_log2, first, sm)),
+            (consume_left, (lists, output, tiles, softmax_scale_log2, sm)),
+            (consume_right, (lists, output, tiles, softmax_scale_log2, sm)),
+            (produce, (q_ptr, q_stride_t, q_stride_h, num_heads, lists, tables, logit_shift_log2, tiles, sm)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -25,9 +25,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from build_tools import BuildError, manifest
+from build_tools import BuildError, inspection, manifest
 from build_tools.specs import KERNELS, Variant, variants
-from build_tools.targets import Target, select
+from build_tools.targets import Target, as_ptx, select
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "python" / "paged_prefill" / "images"
@@ -38,6 +38,9 @@ CACHE_VARIABLE = "PAGED_PREFILL_CACHE"
 # Bytes a thread may keep in local memory. Data-centre parts have none; consumer parts of small register files or
 # LDS trade a little for a tile that fits.
 SPILL_BUDGET = {"ampere": 0, "hopper": 0, "cdna": 0, "cdna4": 0, "small": 64, "rdna3": 512, "rdna4": 0}
+
+# The PTX language of the oldest drivers in the target table; a later version would need later ones for nothing.
+PTX_VERSION = 80
 
 ALIGNED_POINTERS = ("q_ptr", "unified_kv_ptr", "kv_ptr", "out_ptr")
 SIZES = {"ptr": 8, "i64": 8, "i32": 4, "fp32": 4}
@@ -108,7 +111,8 @@ def source_sha256(kernel: str) -> str:
 
 @cache
 def _own_sha256() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    """Of the modules that make and check an image."""
+    return hashlib.sha256(Path(__file__).read_bytes() + Path(inspection.__file__).read_bytes()).hexdigest()
 
 
 def cache_key(variant: Variant) -> str:
@@ -166,22 +170,23 @@ def compile_group(group: list[Variant]) -> list[tuple[dict[str, Any], bytes]]:
         function = first.kernel.load()
         constexprs = first.kernel.constexprs(first.spec) | dict(first.config.constexprs)
         names = [name for name in function.arg_names if name not in constexprs]
-        signature = {name: _triton_type(name, first.spec.dtype) for name in names} | dict.fromkeys(constexprs, "constexpr")
+        types = {name: _triton_type(name, first.spec.dtype) for name in names} | dict.fromkeys(constexprs, "constexpr")
         attrs = {
             (index,): [["tt.divisibility", _divisibility(name)]]
             for index, name in enumerate(function.arg_names)
             if first.spec.aligned and name in names and _divisibility(name) > 1
         }
         source = (GluonASTSource if first.kernel.gluon else ASTSource)(
-            fn=function, signature={name: signature[name] for name in function.arg_names}, constexprs=constexprs, attrs=attrs
+            function, {name: types[name] for name in function.arg_names}, constexprs=constexprs, attrs=attrs
         )
         target = first.target
+        options = {"num_warps": first.config.num_warps, **dict(first.config.options)}
+        if target.vendor == "cuda":
+            options["ptx_version"] = PTX_VERSION
+            # Machine code is assembled below, for each target of the group.
+            triton.knobs.runtime.add_stages_inspection_hook = _without_cubin
         arch = target.pipeline if target.vendor == "hip" else int(target.pipeline)
-        kernel = triton.compile(
-            source,
-            target=GPUTarget(target.vendor, arch, target.warp_size),
-            options={"num_warps": first.config.num_warps, **dict(first.config.options)},
-        )
+        kernel = triton.compile(source, target=GPUTarget(target.vendor, arch, target.warp_size), options=options)
     except Exception as error:
         raise BuildError(f"{first.id} does not compile: {type(error).__name__}: {error}") from None
     built = []
@@ -198,15 +203,17 @@ def _finish(
 ) -> tuple[dict[str, Any], bytes]:
     """Assembles, checks and describes one variant of a compiled kernel."""
     target, spec, metadata = variant.target, variant.spec, kernel.metadata
-    expected = [SIZES[kind] for _, kind in arguments] + [8, 8]
     if target.vendor == "hip":
-        image, resources = kernel.asm["hsaco"], _amd_resources(kernel.asm["amdgcn"])
-        sizes = _amd_argument_sizes(kernel.asm["amdgcn"])
+        image, assembly = kernel.asm["hsaco"], kernel.asm["amdgcn"]
+        resources, parameters, made_from = _amd_resources(assembly), inspection.amd_parameters(image), {}
     else:
-        image, resources = _assemble(target, kernel)
-        sizes = _ptx_argument_sizes(kernel.asm["ptx"])
-    if sizes != expected:
-        raise BuildError(f"its arguments were to have sizes {expected} (two scratch pointers last), but have {sizes}.")
+        ptx = kernel.asm["ptx"]
+        image, resources, parameters, assembly = _assemble(target, ptx)
+        # Targets of one family are assembled from the same PTX: what is shown of it holds for each of them.
+        made_from = {"ptx_sha256": hashlib.sha256(ptx.encode()).hexdigest()}
+    expected = inspection.natural_layout(iter([*(SIZES[kind] for _, kind in arguments), 8, 8]))
+    if parameters != expected:
+        raise BuildError(f"its parameters were to be {expected} (two scratch pointers last), but are {parameters}.")
     if metadata.shared > target.shared_limit:
         raise BuildError(
             f"it needs {metadata.shared} bytes of shared memory and {target.name} has {target.shared_limit}: "
@@ -219,6 +226,13 @@ def _finish(
             f"it spills {resources['spill_bytes']} bytes a thread, {SPILL_BUDGET[target.family]} are allowed: "
             "choose a smaller tile in build_tools/specs.py."
         )
+    instructions = inspection.instructions(assembly)
+    problems = [
+        *inspection.instruction_problems(instructions, variant.matrix),
+        *inspection.address_problems(kernel.asm["ttgir" if variant.kernel.gluon else "ttir"]),
+    ]
+    if problems:
+        raise BuildError(f"{problems[0]}.")
     record = {
         "id": variant.id,
         "file": variant.file,
@@ -233,40 +247,41 @@ def _finish(
         "arguments": arguments,
         "config": {"num_warps": variant.config.num_warps, **constexprs, **dict(variant.config.options)},
         "resources": resources,
+        "instructions": instructions,
         "bytes": len(image),
         "sha256": hashlib.sha256(image).hexdigest(),
+        **made_from,
         "source_sha256": source_sha256(spec.kernel),
     }
     return record, image
 
 
-def _assemble(target: Target, kernel: Any) -> tuple[bytes, dict[str, int]]:
-    """The target's image of a CUDA kernel and its resources."""
-    text = kernel.asm["ptx"] if target.assembler else _portable_ptx(kernel.asm["ptx"])
+def _assemble(target: Target, ptx: str) -> tuple[bytes, dict[str, int], list[tuple[int, int]], str]:
+    """The target's image of a kernel's PTX, its resources, its parameters and its disassembly."""
     with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        if target.assembler == "triton":
-            cubin.write_bytes(kernel.asm["cubin"])
-        else:
-            # An image that stays PTX is assembled too: what a driver would refuse fails here.
-            ptx.write_text(text)
-            part = f"sm_{target.name[2:]}" if target.assembler else f"sm_{target.pipeline}"
-            options = ("--regAllocOptLevel=2", f"--gpu-name={part}")  # the option Triton gives too, for a fault of 13.x
-            _run(_tool(target.assembler or "ptxas"), *options, str(ptx), "-o", str(cubin))
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        # An image that stays PTX is assembled too: what a driver would refuse fails here.
+        part = f"sm_{target.name[2:]}" if target.assembler else f"sm_{target.pipeline}"
+        # The first is an option that Triton gives too, for a fault of 13.x.
+        options = ("--regAllocOptLevel=2", f"--gpu-name={part}")
+        _run(_tool(target.assembler or "ptxas"), *options, str(source), "-o", str(cubin))
         usage = _run(_tool("cuobjdump"), "-res-usage", str(cubin))
-        image = cubin.read_bytes() if target.assembler else text.encode()
+        disassembly = _run(_tool("nvdisasm"), "--no-dataflow", str(cubin))
+        code = cubin.read_bytes()
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1]
-    return image, {"registers": int(registers), "spill_bytes": int(stack)}
+    resources = {"registers": int(registers), "spill_bytes": int(stack)}
+    if target.assembler:
+        return code, resources, inspection.cubin_parameters(code), disassembly
+    return ptx.encode(), resources, inspection.ptx_parameters(ptx), disassembly
 
 
-def _portable_ptx(ptx: str) -> str:
-    """The PTX as drivers from CUDA 12.0 on take it: nothing in it is newer than that version of the language."""
-    return re.sub(r"^\.version .*$", ".version 8.0", ptx, count=1, flags=re.MULTILINE)
-
-
-def _ptx_argument_sizes(ptx: str) -> list[int]:
-    header = ptx[ptx.index(".entry") :]
-    return [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", header[: header.index(")")])]
+def _without_cubin(*stages: Any) -> Any:
+    """Triton's hook on its stages: an empty object in place of an assembled one."""
+    if not stages:
+        return "without cubin", hashlib.sha256(b"without cubin").hexdigest()
+    stages[1]["cubin"] = lambda source, metadata: b""
+    return None
 
 
 def _amd_resources(asm: str) -> dict[str, int]:
@@ -282,17 +297,12 @@ def _amd_resources(asm: str) -> dict[str, int]:
     }
 
 
-def _amd_argument_sizes(asm: str) -> list[int]:
-    metadata = asm[asm.index(".amdgpu_metadata") :]
-    arguments = metadata[metadata.index(".args:") : metadata.index(".group_segment_fixed_size")]
-    return [int(size) for size in re.findall(r"\.size:\s+(\d+)", arguments)]
-
-
 def _groups(missing: Iterable[Variant]) -> list[list[Variant]]:
     """Variants that share the code path up to the assembler, one compilation each."""
     groups: dict[Any, list[Variant]] = {}
     for variant in missing:
-        groups.setdefault((variant.spec, variant.config, variant.target.vendor, variant.target.pipeline), []).append(variant)
+        key = variant.spec, variant.config, variant.target.vendor, variant.target.pipeline
+        groups.setdefault(key, []).append(variant)
     return list(groups.values())
 
 
@@ -392,9 +402,15 @@ def main() -> None:
     parser.add_argument("--targets", help=f"names separated by commas (default: ${TARGETS_VARIABLE}, or all)")
     parser.add_argument("--cache", type=Path, help=f"folder of compiled images (default: ${CACHE_VARIABLE})")
     parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")
+    parser.add_argument("--as-ptx", action="store_true", help="leave the targets' images PTX, to test on other parts")
     args = parser.parse_args()
     try:
-        build(args.out, select(args.targets) if args.targets else None, args.cache, args.jobs)
+        targets = select(args.targets) if args.targets or args.as_ptx else None
+        if args.as_ptx:
+            if args.out == IMAGES:
+                raise BuildError("--as-ptx needs --out: such images are no part of the package.")
+            targets = [as_ptx(target) for target in targets or ()]
+        build(args.out, targets, args.cache, args.jobs)
     except BuildError as error:
         sys.exit(str(error))
 

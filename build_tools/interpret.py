@@ -118,9 +118,10 @@ def _launch(
 
 
 def main() -> None:
-    from paged_prefill import _compare, _workload, reference
     from rich.console import Console
     from rich.table import Table
+
+    from paged_prefill import _compare, _workload, reference
 
     table = Table(title="The portable kernel in Triton's interpreter, fp16, against the reference in fp64")
     for column in ("layer", "tokens", "heads", "head_dim", "keys", "error", "limit", "seconds"):

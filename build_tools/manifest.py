@@ -28,7 +28,11 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 
 def write(
-    out_dir: Path, version: str, compilers: dict[str, str], targets: list[Target], images: list[tuple[dict[str, Any], bytes]]
+    out_dir: Path,
+    version: str,
+    compilers: dict[str, str],
+    targets: list[Target],
+    images: list[tuple[dict[str, Any], bytes]],
 ) -> None:
     """Fills out_dir with the images and then the manifest; images of an earlier build are removed.
 

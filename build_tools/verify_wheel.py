@@ -39,7 +39,9 @@ HOST_MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 
 EM_CUDA, EM_AMDGPU = 190, 224
 CUDA_ACCELERATED = 0x800  # e_flags of ABI 7: code for exactly this part ("sm_90a")
-FRAME_SECTIONS = {".debug_frame", ".rel.debug_frame", ".rela.debug_frame"}  # some 300 bytes that ptxas always writes
+# Some 300 bytes that ptxas always writes; in objects of ABI 8 once more beside the intermediate code.
+FRAME_SECTIONS = {".debug_frame", ".rel.debug_frame", ".rela.debug_frame"}
+FRAME_SECTIONS |= {f".nv.merc{name}" for name in FRAME_SECTIONS}
 AMD_CODE_OBJECT_V5 = 3  # EI_ABIVERSION
 # EF_AMDGPU_MACH, from LLVM's table of the AMDGPU back end's e_flags.
 AMD_MACHINES = {

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton", "3.9.0", reason="building needs Triton 3.9")
 
-from build_tools import BuildError, compile, manifest, specs, targets
+from build_tools import BuildError, compile, inspection, manifest, specs, targets
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +34,12 @@ def cached(tmp_path_factory):
 def test_unknown_target_is_named_with_the_known_ones():
     with pytest.raises(BuildError, match=r"unknown target sm91: .*sm90a.*gfx942.*ptx"):
         targets.select("sm80 sm91")
+
+
+def test_left_out_target_is_told_why():
+    with pytest.raises(BuildError, match=r"target gfx906 \(left out: it has no matrix units\), gfx999: the known"):
+        targets.select("gfx999 gfx906")
+    assert not targets.LEFT_OUT.keys() & targets.TARGETS.keys()
 
 
 def test_targets_are_selected_in_table_order():
@@ -74,6 +80,30 @@ def test_every_shape_is_served(name, dtype):
         assert any(s.head_dim == 512 and s.aligned for s in fitting), heads
 
 
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_every_variant_is_the_choice_for_something(name):
+    left = {v.spec for v in specs.variants([targets.TARGETS[name]])}
+    offered = [v.spec for v in specs.variants([targets.TARGETS[name]])]
+    for dtype in specs.DTYPES:
+        for heads in (1, 8, 9, 16, 17, 32, 33, 128):
+            for head_dim in (8, *specs.HEAD_DIMS):
+                for aligned in (True, False):
+                    left.discard(chosen(offered, dtype, heads, head_dim, aligned))
+    assert not left
+
+
+def chosen(offered, dtype, heads, head_dim, aligned):
+    """What the launcher takes: the first that accepts."""
+    return next(
+        s
+        for s in offered
+        if s.dtype == dtype
+        and s.head_dim in (0, head_dim)
+        and s.min_heads <= heads <= (s.max_heads or heads)
+        and (aligned or not s.aligned)
+    )
+
+
 def test_ids_and_files_are_unique():
     all_variants = specs.variants()
     assert len({v.id for v in all_variants}) == len({v.file for v in all_variants}) == len(all_variants)
@@ -94,6 +124,81 @@ def test_tables_fit_together():
             assert target.matches == "exact" or not target.name.endswith("a")
 
 
+GOOD_IR = """
+    %index = tt.load %p, %m, %cst : tensor<32x!tt.ptr<i32>> loc(#loc1)
+    %128 = arith.extsi %index : tensor<32xi32> to tensor<32xi64> loc(#loc1)
+    %131 = tt.splat %kv_stride_n : i64 -> tensor<32xi64> loc(#loc1)
+    %132 = arith.muli %128, %131 : tensor<32xi64> loc(#loc1)
+    %133 = tt.addptr %127, %132 {tt.divisibility = dense<16> : tensor<1xi32>} : tensor<32x!tt.ptr<bf16>>, tensor<32xi64> loc(#loc1)
+    %14 = tt.make_range {end = 512 : i32, start = 0 : i32} : tensor<512xi32> loc(#loc1)
+    %134 = tt.expand_dims %14 {axis = 0 : i32} : tensor<512xi32> -> tensor<1x512xi32> loc(#loc1)
+    %135 = tt.addptr %136, %134 : tensor<32x512x!tt.ptr<bf16>>, tensor<32x512xi32> loc(#loc1)
+"""  # noqa: E501
+
+
+def test_64_bit_addresses_are_accepted():
+    assert not list(inspection.address_problems(GOOD_IR))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("%127, %132 {", "%127, %index {", "a 32-bit offset"),
+        ("%128 = arith.extsi %index", "%n = arith.muli %index, %s : tensor<32xi32>\n%128 = arith.extsi %n", "product"),
+    ],
+)
+def test_32_bit_addresses_are_refused(old, new, told):
+    ir = GOOD_IR.replace(old, new)
+    if told == "a 32-bit offset":
+        ir = ir.replace("tensor<32x!tt.ptr<bf16>>, tensor<32xi64>", "tensor<32x!tt.ptr<bf16>>, tensor<32xi32>")
+    problems = list(inspection.address_problems(ir))
+    assert problems
+    assert told in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ({"HMMA": 4, "LDGSTS": 2}, None),
+        ({"LDGSTS": 2}, "matrix products were to be HMMA"),
+        ({"HGMMA": 2}, "matrix products were to be HMMA"),
+        ({"HMMA": 4, "UTCHMMA": 1}, "tensor memory (UTCHMMA)"),
+        ({"HMMA": 4, "buffer_load_dwordx4": 1}, "offsets have 32 bits"),
+    ],
+)
+def test_instructions_that_no_image_may_have(counts, told):
+    problems = list(inspection.instruction_problems(counts, "HMMA"))
+    assert bool(problems) == bool(told)
+    assert told is None or told in problems[0]
+
+
+def test_instructions_are_counted_by_name():
+    sass = """
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R2], [R4.64] ;
+        /*0010*/              @!P0 BRA `(.L_x_1) ;
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0030*/              @UP0 UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8] ;
+        /*0040*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+    """
+    assert inspection.instructions(sass) == {"HMMA": 2, "LDGSTS": 1, "UTCHMMA": 1}
+    amd = "\tv_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]\n\tglobal_load_dwordx4 v[0:3], v[4:5], off\n"
+    assert inspection.instructions(amd) == {"global_load_dwordx4": 1, "v_mfma_f32_16x16x16_bf16": 1}
+
+
+def test_targets_as_ptx(tmp_path, monkeypatch):
+    small = variant()
+    monkeypatch.setattr(compile, "variants", lambda wanted: [replace(small, target=target) for target in wanted])
+    command = ["compile", "--as-ptx", "--targets", "sm80", "--out", str(tmp_path), "--cache", str(tmp_path / "cache")]
+    monkeypatch.setattr(sys, "argv", command)
+    compile.main()
+    (record,) = json.loads((tmp_path / manifest.NAME).read_text())["variants"]
+    assert (record["id"], record["target"], record["format"]) == (small.id, "sm80", "ptx")
+    assert (tmp_path / f"{small.id}.ptx").read_text().count(".target sm_80") == 1
+    monkeypatch.setattr(sys, "argv", ["compile", "--as-ptx", "--targets", "sm90a", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="sm90a has no PTX that other parts run"):
+        compile.main()
+
+
 def test_record(cached):
     record, image = cached[1]
     assert record["id"] == "paged_prefill-fp16-h16-d64-sm80" and record["file"] == record["id"] + ".cubin"
@@ -104,6 +209,15 @@ def test_record(cached):
     assert kinds["num_heads"] == kinds["has_sink"] == kinds["first_tile"] == kinds["kv_indices_prefix_len"] == "i32"
     assert kinds["softmax_scale_log2"] == kinds["logit_shift_log2"] == "fp32"
     assert not {"BLOCK_K", "BLOCK_H"} & kinds.keys()
+    assert record["instructions"]["HMMA"] > 0
+    assert record["instructions"]["LDGSTS"] > 0
+
+
+def test_targets_of_one_family_are_made_from_the_same_ptx(cached, tmp_path):
+    images = compile.compile_variants([variant(), variant("sm100a")], tmp_path)
+    assert len({record["ptx_sha256"] for record, _ in images}) == 1
+    assert images[0] == cached[1]
+    assert images[1][0]["sha256"] != images[0][0]["sha256"]
 
 
 def test_cached_variant_is_not_compiled_again(cached, monkeypatch):

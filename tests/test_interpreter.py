@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 
-import cases
-import oracle
 import pytest
 import torch
+
+import cases
+import oracle
 
 pytest.importorskip("triton", "3.9.0", reason="the interpreter tests need the build's Triton 3.9")
 if sys.version_info < (3, 11):
     pytest.skip("build_tools needs Python 3.11", allow_module_level=True)
 
+from build_tools import specs
 from build_tools.interpret import run_interpreted
 
 
@@ -36,9 +38,18 @@ def test_layer(name):
     check(cases.build(name, heads=16, head_dim=64, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("keys_first", [True, False])
-@pytest.mark.parametrize("block_k", [16, 32, 64])
-@pytest.mark.parametrize("head_tile", [16, 64])
+# Every tile that some target has.
+@pytest.mark.parametrize(
+    ("head_tile", "block_k", "keys_first"),
+    sorted(
+        {
+            (head_tile, dict(tile.constexprs)["BLOCK_K"], dict(tile.constexprs)["KEYS_FIRST"])
+            for tiles in specs.TILES.values()
+            for (kernel, head_tile, _), tile in tiles.items()
+            if kernel == "portable"
+        }
+    ),
+)
 def test_tile(head_tile, block_k, keys_first):
     case = cases.build("holes", heads=17, head_dim=64, dtype=torch.float16)
     check(case, head_tile=head_tile, block_k=block_k, keys_first=keys_first)

@@ -233,7 +233,7 @@ def overheads(device: torch.device, peers: Path | None) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    driver = _devices.driver_version()
+    driver = _devices.visible()[device.index or 0][1].driver_version
     try:
         triton = importlib.import_module("triton").__version__
     except ImportError:

@@ -3,7 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <condition_variable>
+#include <chrono>
 #include <cstddef>
 #include <mutex>
 #include <stdexcept>
@@ -51,11 +51,10 @@ struct Device {
   std::atomic<const Variant*> last{nullptr};
 };
 
-// Read without a lock on every call; written under `load_lock`. Devices live as long as the process.
+// Read without a lock on every call; written under `open_lock`. Devices live as long as the process.
 std::atomic<Device*> devices[max_devices];
 DriverDevice* opened[max_devices];
-std::mutex load_lock;
-std::condition_variable load_ended;
+std::mutex open_lock;
 
 // A driver does not survive a fork. The child is told so by a flag, which a call reads for nothing; a process id would
 // cost a system call each time.
@@ -68,26 +67,32 @@ void refuse_forked() {
   if (forked.load(std::memory_order_relaxed)) fail(Message::forked);
 }
 
-Device& find_device(int ordinal) {
+void check_ordinal(int ordinal) {
   refuse_forked();
   if (ordinal < 0 || ordinal >= max_devices) throw std::runtime_error("device ordinal out of range");
+}
+
+DriverDevice* open_driver(int ordinal) {
+  python::GilReleased released;
+  driver_used = true;
+  std::lock_guard<std::mutex> lock(open_lock);
+  if (!opened[ordinal]) {
+    opened[ordinal] = (python::uses_hip() ? open_hip_device(ordinal) : open_cuda_device(ordinal)).release();
+  }
+  return opened[ordinal];
+}
+
+Device& find_device(int ordinal) {
+  check_ordinal(ordinal);
   Device* known = devices[ordinal].load(std::memory_order_acquire);
   if (known) return *known;
 
+  DriverDevice* driver = open_driver(ordinal);
   python::GilReleased released;
-  DriverDevice* driver;
-  {
-    driver_used = true;
-    std::lock_guard<std::mutex> lock(load_lock);
-    if (!opened[ordinal]) {
-      opened[ordinal] = (python::uses_hip() ? open_hip_device(ordinal) : open_cuda_device(ordinal)).release();
-    }
-    driver = opened[ordinal];
-  }
   auto device = std::make_unique<Device>();
   device->driver = driver;
   device->variants = python::describe(ordinal, driver->facts);  // takes the GIL, so not under the lock
-  std::lock_guard<std::mutex> lock(load_lock);
+  std::lock_guard<std::mutex> lock(open_lock);
   known = devices[ordinal].load(std::memory_order_acquire);
   if (known) return *known;
   known = device.release();
@@ -95,35 +100,33 @@ Device& find_device(int ordinal) {
   return *known;
 }
 
-// After a call has failed, under the lock: a device whose context is gone is opened, and its images are loaded, by the
-// next call. What the old one held is left to its context.
+// After a call has failed: a device whose context is gone is opened, and its images are loaded, by the next call. What
+// the old one held is left to its context.
 void forget_if_lost(int ordinal, const Device& device) {
-  if (!device.driver->lost() || opened[ordinal] != device.driver) return;
+  if (!device.driver->lost()) return;
+  python::GilReleased released;
+  std::lock_guard<std::mutex> lock(open_lock);
+  if (opened[ordinal] != device.driver) return;
   opened[ordinal] = nullptr;
   devices[ordinal].store(nullptr);
 }
 
-// One thread reads and loads an image while the others wait for it; after a failure each of them tries for itself.
+// One thread reads and loads an image while the others wait; after a failure each of them tries for itself. The one that
+// loads takes the GIL under the image's lock, which is safe because nobody waits for that lock with the GIL.
 void* load(int ordinal, Device& device, Variant& variant) {
   python::GilReleased released;
-  std::unique_lock<std::mutex> lock(load_lock);
-  load_ended.wait(lock, [&] { return !variant.loading; });
+  std::lock_guard<std::mutex> lock(variant.load_lock);
   if (void* function = variant.function.load()) return function;
-  variant.loading = true;
+  auto start = std::chrono::steady_clock::now();
   try {
-    lock.unlock();
-    std::string bytes = python::read_image(ordinal, variant.image.id);  // takes the GIL, so not under the lock
-    lock.lock();
+    std::string bytes = python::read_image(ordinal, variant.image.id);
     variant.function.store(device.driver->load(variant.image, bytes), std::memory_order_release);
   } catch (...) {
-    if (!lock.owns_lock()) lock.lock();
-    variant.loading = false;
-    load_ended.notify_all();
     forget_if_lost(ordinal, device);
     throw;
   }
-  variant.loading = false;
-  load_ended.notify_all();
+  std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+  python::report_load(ordinal, variant.image.id, took.count());
   return variant.function.load();
 }
 
@@ -195,12 +198,15 @@ void launch(int ordinal, Call& call, void* stream) {
       device.driver->launch(function, variant.image, static_cast<unsigned>(blocks), stream, values);
     }
   } catch (...) {
-    python::GilReleased released;
-    std::lock_guard<std::mutex> lock(load_lock);
     forget_if_lost(ordinal, device);
     throw;
   }
   device.last.store(&variant, std::memory_order_relaxed);
+}
+
+DeviceFacts device_facts(int ordinal) {
+  check_ordinal(ordinal);
+  return open_driver(ordinal)->facts;
 }
 
 void preload(int ordinal) {

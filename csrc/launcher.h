@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -67,7 +68,7 @@ struct Variant {
   bool persistent = false;               // its blocks stride over the tiles
   std::vector<size_t> offsets;           // of its arguments in KernelArguments, in its own order
   std::atomic<void*> function{nullptr};  // null until it is loaded
-  bool loading = false;                  // under the launcher's lock
+  std::mutex load_lock;                  // held while the image is read and loaded
 
   void add_argument(const std::string& name, const std::string& type);
   bool accepts(const Call& call) const;
@@ -75,6 +76,8 @@ struct Variant {
 
 void launch(int ordinal, Call& call, void* stream);
 
+// What the driver says of a device; opens it.
+DeviceFacts device_facts(int ordinal);
 // Loads every image of a device now.
 void preload(int ordinal);
 std::vector<std::string> loaded(int ordinal);
@@ -91,6 +94,7 @@ namespace python {
 bool uses_hip();
 std::vector<std::unique_ptr<Variant>> describe(int ordinal, const DeviceFacts& facts);
 std::string read_image(int ordinal, const std::string& id);
+void report_load(int ordinal, const std::string& id, double milliseconds);
 
 // Releases the GIL for a scope, whether or not this thread holds it. The launcher's lock is only ever waited for inside
 // such a scope: a thread that waits for it with the GIL would stop the one that has it and needs the GIL.

@@ -12,6 +12,7 @@ namespace {
 bool hip = false;
 PyObject* describe_function = nullptr;
 PyObject* read_image_function = nullptr;
+PyObject* report_load_function = nullptr;
 
 // A new reference, released with its scope.
 class Object {
@@ -115,15 +116,17 @@ PyObject* none() {
 
 PyObject* register_loader(PyObject*, PyObject* arguments) {
   const char* vendor;
-  PyObject *describe, *read_image;
-  if (!PyArg_ParseTuple(arguments, "sOO:register_loader", &vendor, &describe, &read_image)) return nullptr;
+  PyObject* functions[3];
+  if (!PyArg_ParseTuple(arguments, "sOOO:register_loader", &vendor, &functions[0], &functions[1], &functions[2])) {
+    return nullptr;
+  }
   hip = std::string(vendor) == "hip";
-  Py_IncRef(describe);
-  Py_IncRef(read_image);
-  Py_DecRef(describe_function);
-  Py_DecRef(read_image_function);
-  describe_function = describe;
-  read_image_function = read_image;
+  PyObject** registered[] = {&describe_function, &read_image_function, &report_load_function};
+  for (int i = 0; i < 3; i++) {
+    Py_IncRef(functions[i]);
+    Py_DecRef(*registered[i]);
+    *registered[i] = functions[i];
+  }
   return none();
 }
 
@@ -154,6 +157,14 @@ PyObject* last_image(PyObject*, PyObject* argument) {
   });
 }
 
+PyObject* facts(PyObject*, PyObject* argument) {
+  return guarded([&] {
+    DeviceFacts found = device_facts(number(argument));
+    return Py_BuildValue("(ssisi)", hip ? "hip" : "cuda", found.architecture.c_str(), found.driver_version,
+                         found.name.c_str(), found.shared_limit);
+  });
+}
+
 PyObject* guard_texts(PyObject*, PyObject*) {
   return guarded([] {
     Object texts(PyDict_New());
@@ -168,7 +179,10 @@ PyObject* guard_texts(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"register_loader", register_loader, METH_VARARGS,
-     "register_loader(vendor, describe, read_image): how a device's images are found, asked at its first call."},
+     "register_loader(vendor, describe, read_image, report_load): how a device's images are found, asked at its first "
+     "call, and who is told how long each took to load."},
+    {"device_facts", facts, METH_O,
+     "device_facts(ordinal): (vendor, architecture, driver_version, name, shared_limit) as the driver says them."},
     {"preload", call_with_ordinal<preload>, METH_O, "preload(ordinal): loads every image of a device now."},
     {"reset", call_with_ordinal<reset>, METH_O, "reset(ordinal): describes a device again at its next call."},
     {"loaded", loaded_images, METH_O, "loaded(ordinal): ids of the loaded images."},
@@ -214,6 +228,11 @@ std::string read_image(int ordinal, const std::string& id) {
   Py_ssize_t size = 0;
   if (PyBytes_AsStringAndSize(image.get(), &bytes, &size)) Object::throw_python_error();
   return std::string(bytes, size);
+}
+
+void report_load(int ordinal, const std::string& id, double milliseconds) {
+  GilHeld gil;
+  Object none(PyObject_CallFunction(report_load_function, "isd", ordinal, id.c_str(), milliseconds));
 }
 
 GilReleased::GilReleased() : held_(PyGILState_Ensure()), state_(PyEval_SaveThread()) {}

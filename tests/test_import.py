@@ -32,7 +32,7 @@ def test_import_does_not_need_triton_numpy_or_rich():
         "import sys, importlib.abc\n"
         "class Refuse(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('triton', 'rich') or (name.partition('.')[0] == 'numpy' and ready):\n"
+        "        if ready and name.partition('.')[0] in ('triton', 'numpy', 'rich'):\n"
         "            raise ImportError(f'{name} is absent')\n"
         "ready = False; sys.meta_path.insert(0, Refuse())\n"
         "import torch; ready = True; import paged_prefill; print(paged_prefill.__version__)"

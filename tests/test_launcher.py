@@ -71,7 +71,7 @@ def test_arguments_of_every_shipped_image(scenario):
         (folder / "manifest.json").write_text(json.dumps(data))
         # A device stays with the driver that opened it.
         device, stub = (0, cuda_stub) if target["vendor"] == "cuda" else (1, hip_stub)
-        extension.register_loader(target["vendor"], loader.describe, loader.read_image)
+        extension.register_loader(target["vendor"], loader.describe, loader.read_image, loader.report_load)
         loader.override(device, folder, entry["target"])
         layout = layouts[entry["id"]]
         widths = [size for _, size in layout]
@@ -631,11 +631,12 @@ def test_ptx_is_announced_once_it_is_compiled(scenario):
         out_operator(**call())
     assert extension.last_launch(0) == "paged_prefill-bf16-h16-dany-ptx"
     messages = [record.getMessage() for record in records]
-    assert messages == [
+    assert messages[:2] == [
         "device 0 (Fake GPU MIG 1g.5gb 0, sm_130) is served by the ptx images",
         "the driver compiles paged_prefill-bf16-h16-dany-ptx for sm_130: "
         "seconds at the first load, then from its own cache"
     ], messages
+    assert len(messages) == 3 and messages[2].startswith("device 0 loaded paged_prefill-bf16-h16-dany-ptx in "), messages
     """)
 
 
@@ -688,4 +689,17 @@ def test_a_package_whose_images_are_asked_for_by_no_one_opens_nothing(scenario):
     assert extension.loaded(0) == [] and extension.loaded(-1) == [] and extension.last_launch(1000) is None
     for ordinal in (-1, 128, 10**6):
         assert "device ordinal out of range" in error_of(extension.preload, ordinal)
+    """)
+
+
+def test_facts_of_a_device_are_the_drivers(scenario):
+    scenario("""
+    cuda_stub.fake_device(10, 3, 13010)
+    from paged_prefill import _choice, _devices
+    vendor, architecture, driver, name, limit = extension.device_facts(1)
+    assert (vendor, architecture, driver) == ("cuda", "sm_103", 13010)
+    assert "Fake GPU" in name and limit > 0
+    assert "ordinal" in error_of(extension.device_facts, -1)
+    torch.cuda.device_count = lambda: 1
+    assert [facts for _, facts in _devices.visible()] == [_choice.DeviceFacts("cuda", "sm_103", 13010, limit)]
     """)

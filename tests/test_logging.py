@@ -1,4 +1,4 @@
-"""The logger `paged_prefill`: which images serve a device, at INFO; nothing by default."""
+"""The logger `paged_prefill`: which images serve a device and how long each took to load, at INFO; nothing by default."""
 
 from __future__ import annotations
 
@@ -33,3 +33,22 @@ def test_nothing_by_default():
     logger = logging.getLogger("paged_prefill")
     assert logger.level == logging.NOTSET
     assert logger.handlers == []
+
+
+def test_load_time_is_said_at_info(scenario):
+    scenario("""
+    import logging
+    said = []
+    class Keep(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+    logging.getLogger("paged_prefill").addHandler(Keep())
+    logging.getLogger("paged_prefill").setLevel(logging.INFO)
+    from fake_drivers.images import variant
+    entry = variant("sm90a")
+    use_images(entry)
+    out_operator(**call())
+    out_operator(**call())
+    loads = [line for line in said if line.startswith(f"device 0 loaded {entry['id']} in ")]
+    assert len(loads) == 1, said
+    """)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import _C
 from ._choice import Decision, DeviceFacts, choose
 
 # A driver newer than any image needs, for parts that are not in this machine.
@@ -43,24 +44,12 @@ def known(manifest: Mapping[str, Any]) -> list[tuple[str, str, Decision]]:
 
 
 def visible() -> list[tuple[str, DeviceFacts]]:
-    """(name, facts) of each GPU that torch sees, in the order of their ordinals."""
-    if not torch.cuda.is_available():
-        return []
-    return [_facts(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-
-
-def _facts(properties: Any) -> tuple[str, DeviceFacts]:
-    limit = int(getattr(properties, "shared_memory_per_block_optin", 0))
-    if torch.version.hip:
-        return properties.name, DeviceFacts("hip", properties.gcnArchName, driver_version(), limit)
-    architecture = f"sm_{properties.major}{properties.minor}"
-    return properties.name, DeviceFacts("cuda", architecture, driver_version(), limit)
-
-
-def driver_version() -> int:
-    """The driver's version as the driver gives it (13000 is CUDA 13.0); 0 when torch cannot tell."""
-    query = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return int(query()) if query else 0
+    """(name, facts) of each GPU that torch sees, in the order of their ordinals: what the launcher chooses by."""
+    found = []
+    for ordinal in range(torch.cuda.device_count()):
+        vendor, architecture, driver_version, name, shared_limit = _C.device_facts(ordinal)
+        found.append((name, DeviceFacts(vendor, architecture, driver_version, shared_limit)))
+    return found
 
 
 def variant_for(

@@ -29,7 +29,7 @@ def info(options: argparse.Namespace) -> int:
         "compilers": build["compilers"],
         "torch": torch.__version__,
         "runtime": _runtime(),
-        "driver": _devices.driver_version() if devices else None,
+        "driver": devices[0]["driver_version"] if devices else None,
         "targets": build["targets"],
         "devices": devices,
     }

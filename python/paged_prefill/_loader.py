@@ -66,6 +66,11 @@ def read_image(ordinal: int, variant_id: str) -> bytes:
     return manifest.read_image(variant_id)
 
 
+def report_load(ordinal: int, variant_id: str, milliseconds: float) -> None:
+    """Says how long reading, checking and loading an image took."""
+    _log.info("device %d loaded %s in %.1f ms", ordinal, variant_id, milliseconds)
+
+
 def _images_of(ordinal: int) -> _manifest.Manifest:
     if ordinal in _overrides:
         return _manifest.read_manifest(_overrides[ordinal].images)
@@ -126,4 +131,4 @@ def build_info() -> dict[str, Any]:
     }
 
 
-_C.register_loader("hip" if torch.version.hip else "cuda", describe, read_image)
+_C.register_loader("hip" if torch.version.hip else "cuda", describe, read_image, report_load)

@@ -122,6 +122,6 @@ def error_of(function, *arguments, **keywords) -> str:
 def use_images(*variants, devices=(0, 1), vendor="cuda") -> None:
     images.write(IMAGES, *variants)
     loader._manifest.read_manifest.cache_clear()
-    extension.register_loader(vendor, loader.describe, loader.read_image)
+    extension.register_loader(vendor, loader.describe, loader.read_image, loader.report_load)
     for device in devices:
         loader.override(device, IMAGES)

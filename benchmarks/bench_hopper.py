@@ -196,7 +196,7 @@ def measure(shape: Shape, device: torch.device, images: Images, product: Call, o
     if gather := fastest_gather(load, shape):
         timed[GATHER] = gather
     meter = Meter(device)
-    times = _bench.interleaved(timed, options.rounds, meter.watch)
+    times = _bench.interleaved(timed, options.rounds, meter.watch, (_bench.GEMM, OURS, FLASHMLA, MERGED, GATHER))
     entries = {}
     for name, rounds in times.items():
         median = statistics.median(rounds)

@@ -9,8 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,22 +75,32 @@ def interleaved(
     calls: Calls,
     rounds: int = ROUNDS,
     watch: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
+    paired: Collection[str] = (),
 ) -> dict[str, list[float]]:
     """Milliseconds of each call, one median a round.
 
     The calls take turns within a round, in alternating order, so that a card that gets warm does so for all of them.
-    `watch(name)` is a context around each turn.
+    Those named in `paired` share a turn and alternate in it call by call: under its power limit a card runs a kernel
+    faster after a lighter one, so a ratio needs the same neighbours on both sides. `watch(name)` is a context around
+    each turn.
     """
-    turns = {}
-    for name, call in calls.items():
-        estimate = statistics.median(_verify.time_calls(call, 3, warmup=2))
-        turns[name] = max(4, min(40, round(ROUND_MILLISECONDS / (estimate + 0.07))))
+    together = [name for name in calls if name in paired]
+    turns = [*([together] if together else []), *([name] for name in calls if name not in paired)]
+    repeats = []
+    for turn in turns:
+        estimate = statistics.mean(statistics.median(_verify.time_calls(calls[name], 3, warmup=2)) for name in turn)
+        repeats.append(max(4, min(40, round(ROUND_MILLISECONDS / (estimate + 0.07)))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
-        for name in list(calls)[:: -1 if i % 2 else 1]:
-            calls[name]()  # loads what it has to, outside of the turn
-            with watch(name):
-                times[name].append(statistics.median(_verify.time_calls(calls[name], turns[name], warmup=1)))
+        for turn, count in list(zip(turns, repeats))[:: -1 if i % 2 else 1]:
+            for name in turn:
+                calls[name]()  # loads what it has to, outside of the turn
+            with ExitStack() as stack:
+                for name in turn:
+                    stack.enter_context(watch(name))
+                measured = _verify.time_alternating([calls[name] for name in turn], count, warmup=1)
+            for name, milliseconds in zip(turn, measured):
+                times[name].append(statistics.median(milliseconds))
     return times
 
 

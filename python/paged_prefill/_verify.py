@@ -91,23 +91,32 @@ def run_reference(layer: _workload.Layer, heads: int, dtype: torch.dtype = torch
 
 
 def time_calls(call: Callable[[], object], repeats: int = 30, warmup: int = 5) -> list[float]:
-    """Milliseconds of each of `repeats` calls on the current stream, after `warmup` calls that warm the card up.
+    """Milliseconds of each of `repeats` calls on the current stream, after `warmup` calls that warm the card up."""
+    return time_alternating([call], repeats, warmup)[0]
+
+
+def time_alternating(calls: Sequence[Callable[[], object]], repeats: int, warmup: int) -> list[list[float]]:
+    """The same of several calls that alternate one by one, each as often after every other one.
 
     Each call finds the L2 cache cold, as after a model's other layers; writing over the cache also keeps the GPU busy
     while the CPU issues the call, so that a short kernel's time has no waiting in it.
     """
     for _ in range(warmup):
-        call()
+        for call in calls:
+            call()
     cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     event = functools.partial(torch.cuda.Event, enable_timing=True)
-    events = [(event(), event()) for _ in range(repeats)]
-    for start, end in events:
-        cache.zero_()
-        start.record()
-        call()
-        end.record()
+    events = [[(event(), event()) for _ in range(repeats)] for _ in calls]
+    for i in range(repeats):
+        for j in range(len(calls)):
+            place = (i + j) % len(calls)
+            start, end = events[place][i]
+            cache.zero_()
+            start.record()
+            calls[place]()
+            end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
+    return [[start.elapsed_time(end) for start, end in own] for own in events]
 
 
 def sample(workload: _workload.Workload) -> list[int]:

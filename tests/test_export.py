@@ -6,6 +6,7 @@ import io
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch
 import cases
 import paged_prefill
 import test_opcheck
-from conftest import ROOT
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # The device to run on: the CPU, where the reference stands in for the kernels, or a GPU as it is.
 cpu_operators = test_opcheck.cpu_operators

@@ -7,14 +7,16 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import cases
-from conftest import ROOT
 from oracle import assert_close, assert_lse_close
 from paged_prefill import merge, reference
+
+ROOT = Path(__file__).resolve().parent.parent
 
 INF = float("inf")
 

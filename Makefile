@@ -12,7 +12,7 @@ IMAGE_TESTS ?= tests/test_images.py tests/test_wheel.py tests/test_choice.py tes
 # Wheels of one commit are byte-identical: archive members carry the commit's time.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1764547200)
 
-.PHONY: help demo test wheel repair install sdist wheels check-images check-release reproduce tables lint types lint-workflows clean
+.PHONY: help demo test wheel repair install sdist wheels emulate soak sanitize check-images check-release reproduce tables lint types lint-workflows clean
 
 help:
 	@echo "make demo            build the wheel for all targets, install it, run the demonstration"
@@ -20,6 +20,8 @@ help:
 	@echo "make wheel           dist/paged_prefill-*.whl only, with the platform tag that its symbols allow"
 	@echo "make sdist           dist/paged_prefill-*.tar.gz"
 	@echo "make wheels          the release wheels, in cibuildwheel's containers (needs docker)"
+	@echo "make emulate         run the AMD images on a CPU emulator: EMULATOR=<checkout of tinygrad>"
+	@echo "make soak, sanitize  on a GPU: random calls for five minutes; every image under compute-sanitizer"
 	@echo "make check-images    build the targets in PAGED_PREFILL_TARGETS, check their images and the choice"
 	@echo "make check-release   verify dist/ and that it holds all files of the version in TAG"
 	@echo "make reproduce       build the wheel in two folders and compare them byte for byte"
@@ -57,6 +59,18 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest tests
+
+# The AMD images, instruction by instruction; EMULATOR is a checkout of tinygrad at the commit that
+# tests/emulation/checkout.py names. WRITE=--write-proofs records what passed.
+emulate: install
+	EMULATOR="$(EMULATOR)" $(BIN)/python -m pytest tests/emulation $(WRITE)
+
+# On a machine with a GPU: five minutes of random calls, and every image under compute-sanitizer.
+soak: install
+	$(BIN)/python tests/soak.py --seconds 300
+
+sanitize: install
+	$(BIN)/python tests/sanitize.py
 
 check-images: install
 	$(BIN)/python -m pytest $(IMAGE_TESTS)

@@ -1,7 +1,7 @@
 """Writes the generated tables: `python -m build_tools.tables`; with --check, says which are stale and fails.
 
-The support table of README.md follows from the target table and the grid, docs/sizes.md from the manifest of the
-installed package: a table can be read, but what is built decides what it says.
+The support table of README.md follows from the target table, the manifest of the installed package and the records in
+proofs/, docs/sizes.md from the manifest: a table can be read, but what is built decides what it says.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from build_tools import proofs
 from build_tools.specs import variants
 from build_tools.targets import TARGETS, Target
 
@@ -40,18 +41,19 @@ def _devices(target: Target) -> str:
     return f"compute capability {major}.{minor}"
 
 
-def support_table() -> str:
-    """One row a target, with what it serves and what it needs."""
-    rows = []
+def support_table(manifest: dict[str, Any]) -> str:
+    """One row a target, with what it serves, what it needs, and how far its images have been shown to be right."""
+    known, rows = proofs.records(), []
     for target in TARGETS.values():
         vendor = "NVIDIA" if target.vendor == "cuda" else "AMD"
         driver = f"CUDA {target.minimum_driver}" if target.minimum_driver else ""
         images = str(len(variants([target])))
-        rows.append([f"`{target.name}`", vendor, _devices(target), target.products, images, driver, target.note])
-    return table(["Target", "Vendor", "Device", "For example", "Images", "Driver from", "Note"], rows)
+        shown = proofs.summary((v for v in manifest["variants"] if v["target"] == target.name), known)
+        rows.append([f"`{target.name}`", vendor, _devices(target), target.products, images, driver, shown, target.note])
+    return table(["Target", "Vendor", "Device", "For example", "Images", "Driver from", "Shown", "Note"], rows)
 
 
-def with_support_table(readme: str) -> str:
+def with_support_table(readme: str, manifest: dict[str, Any]) -> str:
     """README's text with the table between its marks written anew.
 
     Raises:
@@ -61,7 +63,7 @@ def with_support_table(readme: str) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"README.md needs the line {BEGIN!r} and, below it, {END!r}: the support table goes between.")
-    return f"{before}{BEGIN}\n{support_table()}{END}{after}"
+    return f"{before}{BEGIN}\n{support_table(manifest)}{END}{after}"
 
 
 def sizes_page(manifest: dict[str, Any]) -> str:
@@ -107,7 +109,7 @@ def main() -> int:
     if missing := TARGETS.keys() - manifest["targets"].keys():
         sys.exit(f"the installed wheel lacks {', '.join(sorted(missing))}: make install without PAGED_PREFILL_TARGETS.")
     stale = False
-    for path, text in ((README, with_support_table(README.read_text())), (SIZES, sizes_page(manifest))):
+    for path, text in ((README, with_support_table(README.read_text(), manifest)), (SIZES, sizes_page(manifest))):
         if path.exists() and path.read_text() == text:
             continue
         stale = True

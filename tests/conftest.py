@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ DEVICE = "cuda"  # torch's name for ROCm devices too
 def pytest_addoption(parser):
     group = parser.getgroup("paged_prefill")
     group.addoption("--images-of", metavar="TARGET", help="run every GPU on this target's images, whatever it is")
+    group.addoption(
+        "--write-proofs",
+        nargs="?",
+        type=Path,
+        const=ROOT / "proofs",
+        metavar="FOLDER",
+        help="record which images passed, in proofs/ or in another folder; in one process, not under xdist",
+    )
     group.addoption("--images-in", metavar="FOLDER", type=Path, help="take --images-of from here, not from the package")
 
 
@@ -33,6 +42,25 @@ def _images(request):
         _C.preload(ordinal)
         loaded = _C.loaded(ordinal)
         assert loaded and all(name.endswith(f"-{target}") for name in loaded), loaded
+
+
+launched = Counter()  # variant id -> calls made by the fixture `call`
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Records what a GPU has run, once everything has passed: by the image, or by its PTX where the driver compiled that."""
+    folder = session.config.getoption("write_proofs")
+    if not folder or exitstatus or not launched:
+        return
+    from build_tools import proofs
+    from paged_prefill import _loader
+
+    entries = {entry["id"]: entry for entry in _loader._images_of(0).data["variants"]}
+    for name, calls in launched.items():
+        entry = entries[name]
+        kind, digest = ("ptx", "ptx_sha256") if entry["format"] == "ptx" else ("hardware", "sha256")
+        record = {digest: entry[digest], "calls": calls, "device": torch.cuda.get_device_name(0)}
+        proofs.write(folder / f"{kind}-{entry['target']}.json", {name: record})
 
 
 def pytest_collection_modifyitems(items):
@@ -67,7 +95,7 @@ def device():
 @pytest.fixture(scope="session")
 def call():
     """call(case) -> (out, lse): the out operator, with guard words around both results."""
-    import paged_prefill  # noqa: F401  (registers the operators)
+    import paged_prefill
     from cases import Guarded
 
     def run(case, out_offset=0, lse_offset=0):
@@ -76,6 +104,8 @@ def call():
         torch.ops.paged_prefill.sparse_attn_v4_paged_prefill_out(
             *case.args(), case.replicated_logit_shift, out=out.data, lse=lse.data
         )
+        if case.q.is_cuda and case.q.size(0):
+            launched[paged_prefill._C.last_launch(case.q.device.index)] += 1
         out.assert_intact(f"{case.name}: out")
         lse.assert_intact(f"{case.name}: lse")
         return out.data, lse.data

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-PROOFS = Path(__file__).resolve().parents[2] / "proofs"
-
-
-def pytest_addoption(parser):
-    parser.addoption("--write-proofs", action="store_true", help="record the images that passed in proofs/*.json")
+from build_tools import proofs
 
 
 class Proofs:
@@ -36,23 +29,20 @@ class Proofs:
         record["cases"] += 1
         record["max_relative_error"] = float(f"{max(record['max_relative_error'], error):.3g}")
 
-    def write(self):
-        """Merges the complete records into proofs/emulated-<target>.json."""
+    def write(self, folder):
+        """Merges the complete records into emulated-<target>.json."""
         for target, records in self._records.items():
             complete = {
                 name: {key: value for key, value in record.items() if key != "_all"}
                 for name, record in records.items()
                 if record["cases"] == record["_all"]
             }
-            file = PROOFS / f"emulated-{target}.json"
-            known = json.loads(file.read_text()) if file.exists() else {}
-            PROOFS.mkdir(exist_ok=True)
-            file.write_text(json.dumps({**known, **complete}, indent=1, sort_keys=True) + "\n")
+            proofs.write(folder / f"emulated-{target}.json", complete)
 
 
 @pytest.fixture(scope="session")
-def proofs(request):
+def proofs_of_run(request):
     found = Proofs()
     yield found
-    if request.config.getoption("write_proofs", False):
-        found.write()
+    if folder := request.config.getoption("write_proofs"):
+        found.write(folder)

@@ -204,11 +204,11 @@ def emulate(variant, call):
     ("variant", "name"),
     [pytest.param(v, name, id=f"{v['id']}-{name}") for v in variants() for name in cases_of(v)],
 )
-def test_image_agrees_with_the_reference(variant, name, expect, proofs):
+def test_image_agrees_with_the_reference(variant, name, expect, proofs_of_run):
     call = build(variant, name)
     out, lse = emulate(variant, call)
     expected_out, expected_lse = expect(call.case)
     assert_close(out, expected_out, name)
     if lse is not None:
         assert_lse_close(lse, expected_lse, name)
-    proofs.add(variant, _compare.compare_out(out, expected_out).error, len(cases_of(variant)), checkout.COMMIT)
+    proofs_of_run.add(variant, _compare.compare_out(out, expected_out).error, len(cases_of(variant)), checkout.COMMIT)

@@ -89,8 +89,8 @@ setup(
             ],
             extra_compile_args=[
                 "-std=c++17", "-O2", "-g0", "-Wall", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
-                # torch's headers put __FILE__ into the binary: a build path would differ from machine to machine. Of two
-                # maps that fit the last one counts, and the environment that holds torch may lie inside the tree.
+                # torch's headers put __FILE__ into the binary: a build path would differ from machine to machine. Of
+                # two maps that fit the last one counts, and the environment that holds torch may lie in the tree.
                 f"-fmacro-prefix-map={ROOT}=.", f"-fmacro-prefix-map={TORCH_INCLUDE}=torch",
             ],
             extra_link_args=["-Wl,-s", f"-Wl,--version-script={ROOT / 'csrc' / 'exports.map'}"],

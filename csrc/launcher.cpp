@@ -111,8 +111,8 @@ void forget_if_lost(int ordinal, const Device& device) {
   devices[ordinal].store(nullptr);
 }
 
-// One thread reads and loads an image while the others wait; after a failure each of them tries for itself. The one that
-// loads takes the GIL under the image's lock, which is safe because nobody waits for that lock with the GIL.
+// One thread reads and loads an image while the others wait; after a failure each of them tries for itself. The one
+// that loads takes the GIL under the image's lock, which is safe because nobody waits for that lock with the GIL.
 void* load(int ordinal, Device& device, Variant& variant) {
   python::GilReleased released;
   std::lock_guard<std::mutex> lock(variant.load_lock);

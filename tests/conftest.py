@@ -48,7 +48,7 @@ launched = Counter()  # variant id -> calls made by the fixture `call`
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Records what a GPU has run, once everything has passed: by the image, or by its PTX where the driver compiled that."""
+    """Records what a GPU has run, once everything has passed: by the image, or by the PTX that its driver compiled."""
     folder = session.config.getoption("write_proofs")
     if not folder or exitstatus or not launched:
         return

@@ -636,7 +636,8 @@ def test_ptx_is_announced_once_it_is_compiled(scenario):
         "the driver compiles paged_prefill-bf16-h16-dany-ptx for sm_130: "
         "seconds at the first load, then from its own cache"
     ], messages
-    assert len(messages) == 3 and messages[2].startswith("device 0 loaded paged_prefill-bf16-h16-dany-ptx in "), messages
+    assert len(messages) == 3, messages
+    assert messages[2].startswith("device 0 loaded paged_prefill-bf16-h16-dany-ptx in "), messages
     """)
 
 

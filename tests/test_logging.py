@@ -1,4 +1,4 @@
-"""The logger `paged_prefill`: which images serve a device and how long each took to load, at INFO; nothing by default."""
+"""The logger `paged_prefill`: which images serve a device and how long each takes to load, at INFO."""
 
 from __future__ import annotations
 

@@ -92,14 +92,14 @@ def interleaved(
         repeats.append(max(4, min(40, round(ROUND_MILLISECONDS / (estimate + 0.07)))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
-        for turn, count in list(zip(turns, repeats))[:: -1 if i % 2 else 1]:
+        for turn, count in list(zip(turns, repeats, strict=True))[:: -1 if i % 2 else 1]:
             for name in turn:
                 calls[name]()  # loads what it has to, outside of the turn
             with ExitStack() as stack:
                 for name in turn:
                     stack.enter_context(watch(name))
                 measured = _verify.time_alternating([calls[name] for name in turn], count, warmup=1)
-            for name, milliseconds in zip(turn, measured):
+            for name, milliseconds in zip(turn, measured, strict=True):
                 times[name].append(statistics.median(milliseconds))
     return times
 

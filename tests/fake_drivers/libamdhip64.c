@@ -2,10 +2,10 @@
 #include "fake.h"
 
 #define DEVICES 2
-#define ENTER(call)                        \
-  do {                                     \
-    int code = failure_of(#call);          \
-    if (code) return code;                 \
+#define ENTER(call)               \
+  do {                            \
+    int code = failure_of(#call); \
+    if (code) return code;        \
   } while (0)
 
 typedef struct {
@@ -81,7 +81,7 @@ int hipModuleGetFunction(Function** function, Module* module, const char* name) 
   ENTER(hipModuleGetFunction);
   *function = calloc(1, sizeof **function);
   (*function)->module = module;
-  snprintf((*function)->name, sizeof (*function)->name, "%s", name);
+  snprintf((*function)->name, sizeof(*function)->name, "%s", name);
   return 0;
 }
 // Takes a host function; with a module's, the real one reads memory that is not its own.

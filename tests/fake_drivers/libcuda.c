@@ -8,10 +8,10 @@
 #define INVALID_CONTEXT 201
 #define CONTEXT_IS_DESTROYED 709
 #define CAPTURE_UNSUPPORTED 900
-#define ENTER(call)                        \
-  do {                                     \
-    int code = failure_of(#call);          \
-    if (code) return code;                 \
+#define ENTER(call)               \
+  do {                            \
+    int code = failure_of(#call); \
+    if (code) return code;        \
   } while (0)
 
 typedef struct {
@@ -66,8 +66,11 @@ int cuDeviceGetName(char* name, int length, int device) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   ENTER(cuDeviceGetAttribute);
-  *value = attribute == 16 ? 10 + device : attribute == 75 ? capability[0] : attribute == 76 ? capability[1]
-         : attribute == 97 ? 232448 : 0;
+  *value = attribute == 16   ? 10 + device
+           : attribute == 75 ? capability[0]
+           : attribute == 76 ? capability[1]
+           : attribute == 97 ? 232448
+                             : 0;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -124,7 +127,7 @@ int cuModuleGetFunction(Function** function, Module* module, const char* name) {
   *function = calloc(1, sizeof **function);
   (*function)->module = module;
   (*function)->shared = 48 * 1024;
-  snprintf((*function)->name, sizeof (*function)->name, "%s", name);
+  snprintf((*function)->name, sizeof(*function)->name, "%s", name);
   return 0;
 }
 int cuFuncGetAttribute(int* value, int attribute, Function* function) {
@@ -154,8 +157,10 @@ int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigne
   return 0;
 }
 int cuGetErrorName(int code, const char** text) {
-  *text = code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU" : code == 900 ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
-        : code == 999 ? "CUDA_ERROR_UNKNOWN" : NULL;
+  *text = code == 209   ? "CUDA_ERROR_NO_BINARY_FOR_GPU"
+          : code == 900 ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+          : code == 999 ? "CUDA_ERROR_UNKNOWN"
+                        : NULL;
   return *text ? 0 : INVALID_VALUE;
 }
 int cuGetErrorString(int code, const char** text) {

@@ -324,3 +324,11 @@ def test_figures_in_the_documents_are_those_measured():
     for page in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
         text = page.read_text()
         assert render.page(text, document) == text, f"{page.name} is stale: docs/performance.md says how to write it"
+
+
+@pytest.mark.parametrize("option", [("--heads", "0"), ("--heads", "-3"), ("--heads", "x")])
+def test_a_head_count_that_is_none_is_refused_by_its_option(option, capsys):
+    with pytest.raises(SystemExit) as exited:
+        _cli.main(["demo", *option])
+    assert exited.value.code == 2
+    assert "--heads" in capsys.readouterr().err

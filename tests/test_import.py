@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 
 def python(code, **environment):
@@ -96,3 +97,13 @@ def test_import_writes_no_file(tmp_path):
     read_only.mkdir(mode=0o555)
     assert python("import paged_prefill; print('fine')", HOME=str(read_only), XDG_CACHE_HOME=str(read_only)) == "fine"
     assert list(read_only.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_preload_without_a_gpu_says_what_is_missing():
+    code = (
+        "import torch, paged_prefill\n"
+        "try: paged_prefill.preload()\n"
+        "except RuntimeError as error: print(error)"
+    )
+    assert "driver" in python(code)

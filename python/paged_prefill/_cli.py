@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
             "Exit status 1 on any failure, or without a GPU.",
         )
     )
-    verify_parser.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with N different inputs")
+    verify_parser.add_argument("--seeds", type=_positive, default=1, metavar="N", help="repeat with N different inputs")
     bench_parser = sized(
         command(
             "bench",
@@ -112,13 +112,20 @@ def sized(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument(
         "--heads",
         nargs="+",
-        type=int,
+        type=_positive,
         default=heads,
         metavar="H",
         help="query heads of one rank; default 128 64 32 16 8",
     )
     parser.add_argument("--device", default=None, metavar="DEVICE", help="for example cuda:1; default the current one")
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"needs a number from 1 on, got {text}")
+    return value
 
 
 def demo(options: argparse.Namespace) -> int:

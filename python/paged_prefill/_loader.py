@@ -104,7 +104,9 @@ def preload(device: torch.device | str | int | None = None) -> None:
         if device.type != "cuda":
             fail("device", device=device)
         device = device.index
-    _C.preload(torch.cuda.current_device() if device is None else device)
+    if device is None:  # without a GPU the extension says what is missing
+        device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    _C.preload(device)
 
 
 def build_info() -> dict[str, Any]:

@@ -136,7 +136,7 @@ GOOD_IR = """
 """  # noqa: E501
 
 
-def test_64_bit_addresses_are_accepted():
+def test_W06_64_bit_addresses_are_accepted():
     assert not list(inspection.address_problems(GOOD_IR))
 
 
@@ -147,7 +147,7 @@ def test_64_bit_addresses_are_accepted():
         ("%128 = arith.extsi %index", "%n = arith.muli %index, %s : tensor<32xi32>\n%128 = arith.extsi %n", "product"),
     ],
 )
-def test_32_bit_addresses_are_refused(old, new, told):
+def test_W06_32_bit_addresses_are_refused(old, new, told):
     ir = GOOD_IR.replace(old, new)
     if told == "a 32-bit offset":
         ir = ir.replace("tensor<32x!tt.ptr<bf16>>, tensor<32xi64>", "tensor<32x!tt.ptr<bf16>>, tensor<32xi32>")

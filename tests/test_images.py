@@ -61,7 +61,7 @@ def test_image_is_for_its_target(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_limits(name):
+def test_W04_limits(name):
     variant, target = VARIANTS[name], targets.TARGETS[VARIANTS[name]["target"]]
     assert 0 < variant["shared"] <= target.shared_limit
     assert variant["threads"] <= 1024
@@ -74,7 +74,7 @@ def test_limits(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_instructions_are_those_of_the_target(name):
+def test_W05_W06_instructions_are_those_of_the_target(name):
     assert not list(inspection.instruction_problems(VARIANTS[name]["instructions"], DECLARED[name].matrix))
 
 

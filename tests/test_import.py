@@ -50,7 +50,7 @@ def test_import_costs_under_50_ms():
     assert statistics.median(times) < 50, f"milliseconds: {times}"
 
 
-def test_import_opens_no_driver_and_no_device():
+def test_W07_import_opens_no_driver_and_no_device():
     code = (
         "import torch, os\n"
         "names = ('libcuda.so', 'libamdhip64', 'libhsa-runtime', 'libnvidia')\n"
@@ -63,7 +63,7 @@ def test_import_opens_no_driver_and_no_device():
     assert python(code) == "[] False []"
 
 
-def test_import_then_fork():
+def test_W07_import_then_fork():
     code = (
         "import torch, paged_prefill, os\n"
         "child = os.fork()\n"
@@ -77,7 +77,7 @@ def test_import_then_fork():
 
 
 @pytest.mark.gpu
-def test_import_then_fork_then_use_the_gpu():
+def test_W07_import_then_fork_then_use_the_gpu():
     """Nothing was initialised before the fork, so the child may be the first to use the device."""
     code = (
         "import torch, paged_prefill, os\n"

@@ -70,9 +70,9 @@
   MESSAGE(no_variant, "no kernel image for device {ordinal} takes this call: {dtype}, H = {heads}, D = {head_dim}",    \
           "the images for this device are {variants}; inputs {alignment} aligned to 16 bytes")                         \
   MESSAGE(bad_manifest, "kernel image manifest {file} is unusable: {problem}",                                         \
-          "reinstall paged-prefill: pip install --force-reinstall --no-deps paged-prefill")                            \
+          "install the wheel anew, from its file: pip install --force-reinstall --no-deps paged_prefill-*.whl")        \
   MESSAGE(bad_image, "kernel image {file} is {problem}: expected {expected}, got {got}",                               \
-          "reinstall paged-prefill: pip install --force-reinstall --no-deps paged-prefill")                            \
+          "install the wheel anew, from its file: pip install --force-reinstall --no-deps paged_prefill-*.whl")        \
   MESSAGE(bad_argument, "kernel image {variant} needs the argument {argument}, which this extension does not know",    \
           "image and extension are of different versions: reinstall paged-prefill")                                    \
   MESSAGE(forked, "paged_prefill cannot use the GPU in a forked process: the driver was opened in its parent",         \

@@ -62,7 +62,7 @@ def test_W12_a_damaged_image_is_named_before_any_launch(scenario, damage):
         for attempt in range(2):
             text, hint = error_of(out_operator, **call()).split("\\n")
             assert text.startswith(f"kernel image {{file}} is {WORDS[damage]}: expected "), text
-            assert "reinstall paged-prefill" in hint
+            assert "install the wheel anew" in hint
             assert error_of(paged_prefill.preload, 0) == text + "\\n" + hint
         assert cuda_stub.fake_live_modules() == 0 and not launches() and extension.loaded(0) == []
         if file.is_dir():

@@ -34,7 +34,7 @@ HEADINGS = {
     "prevent": "How to prevent it",
 }
 
-_REINSTALL = "Reinstall: `pip install --force-reinstall --no-deps paged-prefill`, or the wheel's own file."
+_REINSTALL = "Install the wheel anew, from its file: `pip install --force-reinstall --no-deps paged_prefill-*.whl`."
 
 ENTRIES: Mapping[str, Entry] = {
     "device": Entry(

@@ -1,7 +1,7 @@
 """Times the operator against what else there is, in one process and interleaved: `python -m benchmarks.bench_hopper`.
 
-Beside the installed wheel's operator: a bf16 GEMM, the gather limit, the portable Triton kernel (the wheel's PTX, and
-its source compiled by this machine's Triton), FlashMLA and the public Triton versions where they can be imported.
+Beside the installed wheel's operator: a bf16 GEMM, the gather limit, the portable kernel (the wheel's PTX), FlashMLA
+and the public Triton versions where they can be imported.
 Writes results.json, tables.md and plot.png into --out; `--render results.json` draws them again, without a GPU.
 
 Peers are looked for on the import path and in the folder given by --peers:
@@ -31,7 +31,7 @@ import torch
 import paged_prefill
 from benchmarks import render
 from benchmarks.power import Meter
-from benchmarks.render import FLASHMLA, GATHER, OURS, PORTABLE, PTX
+from benchmarks.render import FLASHMLA, GATHER, OURS, PTX
 from paged_prefill import _bench, _devices, _loader, _manifest, _report, _workload
 
 MERGED = f"{FLASHMLA} and merge"
@@ -40,17 +40,13 @@ Call = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """A load, and the goals for it: shares of the GEMM and of the gather limit, speed-ups over the named peer."""
+    """A load of full lists: each token has `prefix` rows of a pool of `rows`, and `extend` of this forward's keys."""
 
     heads: int
     prefix: int
     extend: int
     rows: int
     tokens: int = 4096
-    gemm: float | None = None
-    gather: float | None = None
-    flashmla: float | None = None
-    atom: float | None = None
 
     @property
     def label(self) -> str:
@@ -59,16 +55,16 @@ class Shape:
 
 
 SHAPES = (
-    Shape(128, 1024, 128, 32768, gemm=0.79, flashmla=1.08),
-    Shape(64, 512, 128, 32768, gemm=0.71, flashmla=1.08),
-    Shape(128, 2048, 128, 2**20, 2048, gemm=0.80, flashmla=1.10),
-    Shape(32, 1024, 128, 32768, flashmla=1.10),
-    Shape(16, 1024, 128, 32768, flashmla=1.40, gather=0.80),
-    Shape(8, 512, 128, 32768, flashmla=1.65, gather=0.90),
-    Shape(64, 0, 128, 1024, flashmla=1.28, atom=4.0),
-    Shape(16, 0, 128, 1024, flashmla=2.0),
+    Shape(128, 1024, 128, 32768),
+    Shape(64, 512, 128, 32768),
+    Shape(128, 2048, 128, 2**20, 2048),
+    Shape(32, 1024, 128, 32768),
+    Shape(16, 1024, 128, 32768),
+    Shape(8, 512, 128, 32768),
+    Shape(64, 0, 128, 1024),
+    Shape(16, 0, 128, 1024),
     Shape(128, 1024, 128, 32768, 512),
-    Shape(128, 1024, 128, 32768, 64, flashmla=1.0),
+    Shape(128, 1024, 128, 32768, 64),
     Shape(16, 1024, 128, 32768, 64),
 )
 
@@ -123,23 +119,27 @@ def flashmla(load: _workload.Workload, shape: Shape) -> Iterator[tuple[str, Call
     yield MERGED, with_merge
 
 
-def public(load: _workload.Workload, peers: Path | None) -> Iterator[tuple[str, Call]]:
-    """The public Triton versions that can be imported."""
-    found = {}
-    for file in sorted(peers.glob("*_public.py")) if peers else ():
-        module = importlib.import_module(file.stem)
-        if function := getattr(module, "sparse_attn_v4_paged_prefill", None):
-            found[file.stem.removesuffix("_public")] = functools.partial(function, *load.args())
-    if "sglang" not in found and (installed := _bench.public(load.args())):
-        found["sglang"] = installed
-    yield from found.items()
+def public_modules(peers: Path | None) -> dict[str, str]:
+    """Name -> module of the public Triton versions that can be imported."""
+    files = sorted(peers.glob("*_public.py")) if peers else ()
+    found = {file.stem.removesuffix("_public"): file.stem for file in files}
+    for module in () if "sglang" in found else _bench.PUBLIC:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            continue
+        found["sglang"] = module
+        break
+    return found
 
 
-def portable(load: _workload.Workload) -> Call:
-    """The portable kernel's source, compiled by the Triton of this machine for its GPU."""
-    from benchmarks import jit
-
-    return functools.partial(jit.portable, *load.args(), out=torch.empty_like(load.q))
+def public(load: _workload.Workload, peers: Path | None) -> dict[str, Call]:
+    """The public Triton versions on a load."""
+    calls = {}
+    for name, module in public_modules(peers).items():
+        if function := getattr(importlib.import_module(module), "sparse_attn_v4_paged_prefill", None):
+            calls[name] = functools.partial(function, *load.args())
+    return calls
 
 
 def calls_of(load: _workload.Workload, shape: Shape, images: Images, peers: Path | None) -> dict[str, Call]:
@@ -154,11 +154,7 @@ def calls_of(load: _workload.Workload, shape: Shape, images: Images, peers: Path
         return call
 
     calls = {name: on(name) for name in images.names}
-    try:
-        calls[PORTABLE] = portable(load)
-    except ImportError as error:
-        print(f"{PORTABLE} is left out: {error}", file=sys.stderr)
-    calls |= dict((*flashmla(load, shape), *public(load, peers)))
+    calls |= dict(flashmla(load, shape)) | public(load, peers)
     for name, call in list(calls.items()):
         if name == OURS:
             continue
@@ -212,23 +208,24 @@ def measure(shape: Shape, device: torch.device, images: Images, product: Call, o
 
 
 def overheads(device: torch.device, peers: Path | None) -> dict[str, Any]:
-    """CPU microseconds of a call, and milliseconds of a new process's first one, beside Triton's launcher."""
+    """CPU microseconds of a call, and milliseconds of a new process's first one, beside the public Triton versions'."""
     load, x = _bench.small_workload(device), torch.ones(64, device=device)
     calls: dict[str, Call] = {OURS: _bench.ours(load.args()), "torch.add": lambda: torch.add(x, x)}
-    calls |= {f"{name} through Triton's launcher": call for name, call in public(load, peers) if name == "sglang"}
     first = {OURS: _bench.first_call_ms(device)}
-    try:
-        call = portable(load)
-        call()
-        calls["portable kernel through Triton's launcher"] = call
-    except Exception as error:  # another Triton than the build's may refuse the source in any way of its own
-        print(f"the portable kernel does not run through this Triton's launcher: {error!r}"[:400], file=sys.stderr)
-    else:
-        setup = "from benchmarks.jit import portable as call"
-        with tempfile.TemporaryDirectory() as cache:
-            for state in ("empty", "warm"):
-                name = f"portable kernel through Triton's launcher, {state} cache"
-                first[name] = _bench.first_call_ms(device, setup, {"TRITON_CACHE_DIR": cache})
+    path = [str(peers.resolve())] if peers else []
+    for name, call in public(load, peers).items():
+        setup = f"import sys; sys.path[:0] = {path!r}\n"
+        setup += f"from {public_modules(peers)[name]} import sparse_attn_v4_paged_prefill as call"
+        try:
+            call()
+            with tempfile.TemporaryDirectory() as cache:
+                for state in ("empty", "warm"):
+                    milliseconds = _bench.first_call_ms(device, setup, {"TRITON_CACHE_DIR": cache})
+                    first[f"{name}, Triton's cache {state}"] = milliseconds
+        except Exception as error:  # a peer may fail in any way of its own; the others are still worth measuring
+            print(f"{name} is left out of the cost of a call: {error!r}"[:400], file=sys.stderr)
+        else:
+            calls[f"{name}, through Triton's launcher"] = call
     return {"cpu_us": _bench.cpu_us(calls), "first_call_ms": first}
 
 

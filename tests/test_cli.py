@@ -303,6 +303,25 @@ def test_plot_is_drawn(tmp_path, ending):
         _plot.check(str(tmp_path / "out.docx"))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib, the extra `bench`")
+def test_plot_reads_at_the_width_of_a_page(tmp_path, monkeypatch):
+    """At 900 pixels no letter is smaller than 12 of them, and no legend lies over a point or a bar."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: (figures.append(self), save(self, path)))
+    _plot.draw(str(tmp_path / "out.png"), "title", "subtitle", points(), 700.0, [_plot.Roof("memory", 4200.0)])
+    (figure,) = figures
+    pixels = 900 / figure.get_figwidth() / 72  # of a point
+    sizes = {text.get_text(): text.get_fontsize() * pixels for text in figure.findobj(Text) if text.get_text()}
+    assert min(sizes.values()) >= 12, sizes
+    assert len(figure.findobj(lambda artist: artist.__class__.__name__ == "Legend")) == 2
+    for axes in figure.findobj(lambda artist: hasattr(artist, "get_legend")):
+        legend, paper = axes.get_legend().get_window_extent(), axes.get_window_extent()
+        assert not legend.shrunk(0.99, 0.99).overlaps(paper), (axes.get_title("left"), legend, paper)
+
+
 def test_plot_without_matplotlib_is_one_clear_error(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

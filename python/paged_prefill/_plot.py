@@ -14,6 +14,7 @@ INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 # One strong colour for this package, which comes first; quiet ones for what stands beside it.
 COLOURS = ("#0b69a3", "#e9893b", "#8d99a6", "#9a6fb0", "#5ba37c", "#c2b280")
 MARKERS = "osD^vPX*ph<>"
+WIDTH, ROOFLINE = 9.0, 4.8  # inches: a page shows the picture 900 pixels wide, its smallest letters at 12 pixels
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,24 @@ def draw(
     names = list(dict.fromkeys(point.implementation for point in points))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     labels = list(dict.fromkeys(point.label for point in points))
-    height = max(6.0, 1.6 + 0.14 * len(points) + 0.15 * len(labels))
+    bars = 1.1 + 0.2 * len(points) + 0.12 * len(labels)
     with importlib.import_module("matplotlib").rc_context(
-        {"font.family": "DejaVu Sans", "font.size": 9.5, "text.color": INK, "axes.edgecolor": FAINT}
+        {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.edgecolor": FAINT}
     ):
-        figure = figure_module.Figure(figsize=(13.5, height), dpi=144, layout="constrained", facecolor="white")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.04)
-        left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.0))
+        size = WIDTH, ROOFLINE + bars
+        figure = figure_module.Figure(figsize=size, dpi=200, layout="constrained", facecolor="white")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+        # Two figures in one: their labels take unlike room, and neither gives up its own for the other's.
+        upper, lower = (part.subplots() for part in figure.subfigures(2, 1, height_ratios=(ROOFLINE, bars)))
         figure.suptitle(title, x=0.012, ha="left", fontsize=15, fontweight="bold", color=INK)
-        _roofline(left, points, colours, gemm_tflops, roofs)
-        _bars(right, points, labels, names, colours, gemm_tflops)
-        for axes in (left, right):
+        _roofline(upper, points, colours, gemm_tflops, roofs)
+        _bars(lower, points, labels, names, colours, gemm_tflops)
+        for axes in (upper, lower):
             axes.tick_params(colors=INK, labelcolor=INK, length=0)
             axes.set_axisbelow(True)
             for side in ("top", "right", "left"):
                 axes.spines[side].set_visible(False)
-        figure.supxlabel(subtitle, x=0.012, ha="left", fontsize=8.5, color=FAINT)
+        figure.supxlabel(subtitle, x=0.012, ha="left", fontsize=9.5, color=FAINT)
         figure.savefig(path)
 
 
@@ -94,7 +97,7 @@ def _roofline(
             rotation_mode="anchor",
             transform_rotates_text=True,
             va="bottom" if i == len(roofs) - 1 else "top",
-            fontsize=8.5,
+            fontsize=9.5,
             color=INK,
         )
     start = min((gemm_tflops * 1e3 / roof.gbs for roof in roofs), default=low_x)
@@ -106,7 +109,7 @@ def _roofline(
         textcoords="offset points",
         ha="right",
         va="bottom",
-        fontsize=8.5,
+        fontsize=9.5,
         color=INK,
     )
     labels = list(dict.fromkeys(point.label.rpartition(", H ")[0] or point.label for point in points))
@@ -114,8 +117,9 @@ def _roofline(
         first = point.implementation == points[0].implementation
         label = point.label.rpartition(", H ")[0] or point.label
         colour = colours[point.implementation]
+        there = list(dict.fromkeys(p.label for p in points if p.intensity == point.intensity))
         axes.plot(
-            point.intensity,
+            point.intensity * 1.06 ** (there.index(point.label) - (len(there) - 1) / 2),
             point.tflops,
             MARKERS[labels.index(label) % len(MARKERS)],
             ms=8 if first else 5.5,
@@ -132,10 +136,10 @@ def _roofline(
     axes.set_yticks(levels, [str(level) for level in levels])
     axes.set_yticks([], minor=True)
     axes.grid(color=GRID, lw=0.8)
-    axes.set_xlabel("operations a gathered byte (two a head, in 16 bits)")
+    axes.set_xlabel("operations a gathered byte (two a head, in 16 bits; equal ones side by side)")
     axes.set_title("TFLOP/s under the card's own limits, measured in this run", loc="left", fontsize=10.5)
     shapes = [axes.plot([], [], MARKERS[i % len(MARKERS)], color=FAINT, ms=6, ls="")[0] for i in range(len(labels))]
-    axes.legend(shapes, labels, loc="lower right", fontsize=8, frameon=True, framealpha=0.9, edgecolor=GRID, ncols=1)
+    axes.legend(shapes, labels, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9.5, frameon=False)
 
 
 def _bars(
@@ -161,7 +165,7 @@ def _bars(
                 xytext=(4, 0),
                 textcoords="offset points",
                 va="center",
-                fontsize=8.5 if first else 7.5,
+                fontsize=9.5 if first else 9,
                 fontweight="bold" if first else "normal",
                 color=INK if first else FAINT,
             )
@@ -169,7 +173,7 @@ def _bars(
         y += 0.9
     axes.axvline(gemm_tflops, color=INK, lw=1.2, ls=(0, (4, 3)))
     axes.annotate(
-        "GEMM", (gemm_tflops, -0.8), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK
+        "GEMM", (gemm_tflops, -0.8), xytext=(3, 0), textcoords="offset points", va="center", fontsize=9.5, color=INK
     )
     axes.set_yticks(ticks, labels)
     axes.set_ylim(y - 0.6, -1.3)
@@ -178,4 +182,5 @@ def _bars(
     axes.set_xlabel("TFLOP/s (thin lines: slowest and fastest round)")
     axes.set_title("beside what else computes the same", loc="left", fontsize=10.5)
     patches = [axes.barh(0, 0, color=colours[name])[0] for name in names]
-    axes.legend(patches, names, loc="lower right", fontsize=8.5, frameon=True, framealpha=0.95, edgecolor=GRID)
+    above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names), "columnspacing": 1.2}
+    axes.legend(patches, names, **above, fontsize=9.5, frameon=False, borderpad=0, borderaxespad=0.5)

@@ -210,8 +210,14 @@ void check_inputs(const TensorViews& views) {
                                   {"tokens", std::to_string(tokens)}});
   }
   for (int which : {kv_indices_prefix, kv_indices_extend}) {
+    if (views[which].rows() <= list_length_limit) continue;
+    fail(Message::list_length, {{"name", names[which]},
+                                {"got", std::to_string(views[which].rows())},
+                                {"limit", std::to_string(list_length_limit)}});
+  }
+  for (int which : {unified_kv, kv}) {
     if (views[which].rows() <= INT32_MAX) continue;
-    fail(Message::list_length,
+    fail(Message::table_rows,
          {{"name", names[which]}, {"got", std::to_string(views[which].rows())}, {"limit", std::to_string(INT32_MAX)}});
   }
   int64_t heads = views[q].sizes[1];

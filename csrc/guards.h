@@ -48,6 +48,8 @@ const TorchCodes& torch_codes();
 
 const char* argument_name(int argument);
 inline constexpr int64_t head_dim_limit = 512;
+// The most keys that every kernel can count for one token, whose list may be the whole of it.
+inline constexpr int64_t list_length_limit = (int64_t{1} << 30) - 128;
 
 void check_types(const TensorViews& views);    // devices and dtypes: the first four texts
 void check_inputs(const TensorViews& views);   // needs sizes and strides

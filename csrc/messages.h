@@ -33,6 +33,8 @@
           "pad it by repeating its last entry when q is padded, or slice q to the tokens it describes")                \
   MESSAGE(list_length, "{name} has {got} entries, more than {limit}",                                                  \
           "argument {name}: cut the call into chunks of tokens, each with its slice of indptr")                        \
+  MESSAGE(table_rows, "{name} has {got} rows, more than {limit}",                                                      \
+          "argument {name}: rows are named by int32, so pass a slice of the rows that the lists name")                 \
   MESSAGE(sink_length, "attn_sink length mismatch: expected H = {heads}, got {got}",                                   \
           "argument attn_sink has one logit per head of q: pass this rank's slice of it")                              \
   MESSAGE(sink_dtype, "attn_sink expects fp32/fp16/bf16, got {dtype}", "argument attn_sink: cast it to torch.float32") \

@@ -110,6 +110,13 @@ ROWS: list[tuple[dict[str, object], str]] = [
       for name in ("kv_indptr_prefix", "kv_indptr_extend") for got in (0, 3, 5)),
     (changed("q", shape=(352, H, D)) | changed("kv_indptr_prefix", shape=(343,)),
      "kv_indptr_prefix length mismatch: expected T + 1 = 353, got 343"),
+    # Longer than the kernels count; nothing reads such a tensor, so it needs no memory.
+    *((changed(name, shape=(got,)), f"{name} has {got} entries, more than 1073741696")
+      for name in ("kv_indices_prefix", "kv_indices_extend") for got in (2**30 - 127, 2**31 + 1000)),
+    (changed("kv_indices_extend", shape=(2**31 + 1000,)) | changed("kv_indptr_extend", dtype=I64),
+     "kv_indices_extend has 2147484648 entries, more than 1073741696"),
+    *((changed(name, shape=(got, D)), f"{name} has {got} rows, more than 2147483647")
+      for name in ("unified_kv", "kv") for got in (2**31, 2**33)),
     # Sink.
     *((changed("attn_sink", shape=(got,)), f"attn_sink length mismatch: expected H = 4, got {got}")
       for got in (3, 5, 128)),
@@ -148,6 +155,9 @@ def make(spec):
         return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype) if spec.strides else torch.empty(
             spec.shape, dtype=spec.dtype)
     index = int(spec.device[-1])
+    if spec.shape and spec.shape[0] > 2**28:
+        strides = (spec.shape[1], 1) if len(spec.shape) == 2 else (1,)
+        return wrap(cuda(torch.zeros(16), index).data_ptr(), spec.shape, strides, spec.dtype, 2, index)
     if spec.dtype in process_codes:
         plain = torch.zeros(spec.shape, dtype=spec.dtype)
         if spec.strides:
@@ -157,7 +167,7 @@ def make(spec):
     return cuda(torch.zeros(spec.shape, dtype=widths[item]), index).view(spec.dtype)
 
 from fake_drivers.images import variant
-from fake_drivers.dlpack import CODES as process_codes
+from fake_drivers.dlpack import CODES as process_codes, wrap
 use_images(variant("sm90a"))
 out_operator(**place(GOOD, make))
 assert len(launches()) == 1
@@ -208,9 +218,14 @@ def test_overlap(scenario, code, expected):
     scenario(
         SCENARIO
         + f"""
-from fake_drivers.dlpack import wrap
 from test_guards import BF16
-a = place(GOOD, make)
+# Far apart in one piece of memory: an out laid over a small tensor must cover no other by chance.
+arena = torch.zeros(len(GOOD) << 16, dtype=torch.uint8)
+places = iter(range(arena.data_ptr() + (1 << 15), arena.data_ptr() + arena.numel(), 1 << 16))
+def apart(spec):
+    strides = torch.empty(spec.shape, device="meta").stride()
+    return wrap(next(places), spec.shape, strides, spec.dtype, 2, 0)
+a = place(GOOD, apart)
 def inside(tensor, offset, like="out"):
     like = a[like]
     return wrap(tensor.data_ptr() + offset, like.shape, like.stride(), like.dtype, 2, 0)
@@ -280,6 +295,29 @@ def test_the_first_five_texts_and_their_order():
         "kv dtype mismatch: kv={kv_dtype}, q={q_dtype}",
         "head_dim mismatch: unified_kv={unified_kv_dim}, kv={kv_dim}",
     ]
+
+
+def test_N35_the_longest_lists_and_tables_are_served(scenario):
+    scenario(
+        SCENARIO
+        + """
+from test_guards import D, I32, BF16
+longest = {
+    "kv_indices_prefix": Spec((2**30 - 128,), I32), "unified_kv": Spec((2**31 - 1, D), BF16),
+    "kv_indices_extend": Spec((2**30 - 128,), I32), "kv": Spec((2**31 - 1, D), BF16),
+}
+for name, spec in longest.items():
+    arguments = {n: v for n, v in GOOD.items() if n not in ("out", "lse")}
+    placed = place({**arguments, name: spec}, make)
+    # Apart from what lies behind the small memory that stands for the large one.
+    far = [wrap(2**60 + i * 2**20, GOOD[n].shape, torch.empty(GOOD[n].shape).stride(), GOOD[n].dtype, 2, 0)
+           for i, n in enumerate(("out", "lse"))]
+    out_operator(**placed, out=far[0], lse=far[1])
+    (launch,) = launches()
+    passed = {"unified_kv": "unified_kv_rows", "kv": "kv_rows"}.get(name, name + "_len")
+    assert launch["arguments"][passed] == spec.shape[0], name
+"""
+    )
 
 
 def test_every_text_has_a_hint():

@@ -118,10 +118,16 @@ ENTRIES: Mapping[str, Entry] = {
         "Pad q and both indptr in one place.",
     ),
     "list_length": Entry(
-        "An index list has more entries than 32 bits count.",
+        "An index list has more entries than the kernels count for one token, to which all of it may belong.",
         "A rectangle [T, K] with a large K for a very long batch, most of it padding.",
         "Cut the call into chunks of tokens: slices of q and indptr, the same pools. Results are the same bit for bit.",
         "Build ragged lists of the selected rows, without padding.",
+    ),
+    "table_rows": Entry(
+        "A pool has more rows than an int32 index can name, so that its last rows could never be selected.",
+        "One tensor over a very large memory region with a small head_dim, or an expanded view.",
+        "Pass the slice of rows that the lists name, `unified_kv[first:last]`, with indices that count from its start.",
+        "Keep one pool a layer: a pool of 2^31 rows of 512 elements takes 2 TB.",
     ),
     "sink_length": Entry(
         "attn_sink does not have one logit for each head of q.",

@@ -13,6 +13,7 @@ Arguments = dict[str, torch.Tensor | None]
 
 HEAD_DIM_LIMIT = 512
 INT32_MAX = 2**31 - 1
+LIST_LENGTH_LIMIT = 2**30 - 128  # as in csrc/guards.h
 LISTS = ("kv_indices_prefix", "kv_indices_extend")
 INDPTRS = ("kv_indptr_prefix", "kv_indptr_extend")
 
@@ -90,8 +91,11 @@ def check(arguments: Arguments) -> None:
         if _holds(got != tokens + 1):
             fail("indptr_length", name=name, expected=tokens + 1, got=got, tokens=tokens)
     for name in LISTS:
+        if _holds(present[name].shape[0] > LIST_LENGTH_LIMIT):
+            fail("list_length", name=name, got=present[name].shape[0], limit=LIST_LENGTH_LIMIT)
+    for name in ("unified_kv", "kv"):
         if _holds(present[name].shape[0] > INT32_MAX):
-            fail("list_length", name=name, got=present[name].shape[0], limit=INT32_MAX)
+            fail("table_rows", name=name, got=present[name].shape[0], limit=INT32_MAX)
     sink = present.get("attn_sink")
     if sink is not None:
         if _holds(sink.shape[0] != heads):
